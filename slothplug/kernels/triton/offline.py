@@ -1,0 +1,152 @@
+"""Compiles the kernels for GPUs that are not there.
+
+Each file of kernels in this package has a function
+
+    def offline_cases() -> Iterable[OfflineCase]:
+
+that names every kernel of the file with every set of launch knobs its tables hold, and each dtype and constexpr branch at
+least once. The cheapest way, and the one that cannot drift from the real launch, is to run the host functions on tensors that
+have no memory and to note what they would have launched:
+
+    def offline_cases() -> Iterable[OfflineCase]:
+        with noted_launches() as cases:
+            for dtype in (torch.bfloat16, torch.float32):
+                x = torch.empty(8192, 4096, dtype=dtype, device="meta")
+                forward(x, ...)
+        return cases
+
+Where a host function needs a real device (it asks for the number of multiprocessors, say), call
+``OfflineCase.of_launch(kernel, *arguments, **keywords)`` with the arguments that it would hand to ``kernel[grid]``.
+A case is compiled for every target; where it is for newer GPUs only (a tile that the host picks there), say so with
+``dataclasses.replace(case, targets=("sm_90", "sm_100"))``. A case costs about 0.2 s of CPU time a target, 1 to 2 s with
+``tl.dot``; equal cases are compiled once.
+
+A process that compiles must not have ``TRITON_INTERPRET=1`` set when the kernels are imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from slothplug.kernels.triton.targets import Target
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+
+
+@dataclass(frozen=True)
+class OfflineCase:
+    """One kernel as one launch would specialise it.
+
+    Attributes:
+        kernel: the ``@triton.jit`` function.
+        signature: Triton type of each argument that is not in ``constexprs``, as in ``triton.tools.compile``: ``"*bf16"``,
+            ``"i32"``, ``"fp32"``; with ``":16"`` behind it where the value (the address) is a multiple of 16.
+        constexprs: the other arguments: ``tl.constexpr`` parameters, integers equal to 1, pointers that are None.
+        num_warps, num_stages: launch options; None is Triton's default.
+        targets: names of the targets it is for; None is all of ``TARGETS``.
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int | None = None
+    targets: tuple[str, ...] | None = None
+
+    @classmethod
+    def of_launch(cls, kernel: Any, *arguments: Any, **keywords: Any) -> OfflineCase:
+        """The case that ``kernel[grid](*arguments, **keywords)`` would compile; the tensors may be on the meta device."""
+        options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+        signature, constexprs = {}, {}
+        for parameter in kernel.params:
+            value = values.pop(parameter.name)
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                constexprs[parameter.name] = value
+            else:
+                signature[parameter.name] = _triton_type(value)
+        if values:
+            raise TypeError(f"{kernel.__name__} has no parameter {', '.join(values)}")
+        return cls(kernel, signature, constexprs, **options)
+
+    @property
+    def key(self) -> str:
+        """Equal for cases that compile to the same code."""
+        launch = (self.num_warps, self.num_stages, self.targets)
+        return f"{self.kernel.__name__} {sorted(self.signature.items())} {sorted(self.constexprs.items())} {launch}"
+
+    def __str__(self) -> str:
+        options = f"num_warps={self.num_warps}, num_stages={self.num_stages}"
+        return f"{self.kernel.__name__}({self.signature}, {self.constexprs}, {options})"
+
+
+def _triton_type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        aligned = value.storage_offset() * value.element_size() % 16 == 0  # allocators align the storage itself
+        return _POINTERS[value.dtype] + (":16" if aligned else "")
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, bool):
+        return "i1"
+    return ("i32" if -(2**31) <= value < 2**31 else "i64") + (":16" if value % 16 == 0 else "")
+
+
+@contextlib.contextmanager
+def noted_launches() -> Iterator[list[OfflineCase]]:
+    """Inside, a launch of any Triton kernel is noted in the list and not run."""
+    cases: list[OfflineCase] = []
+
+    def note(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        cases.append(OfflineCase.of_launch(kernel, *arguments, **keywords))
+
+    run = triton.runtime.JITFunction.run
+    triton.runtime.JITFunction.run = note
+    try:
+        yield cases
+    finally:
+        triton.runtime.JITFunction.run = run
+
+
+def compile_case(case: OfflineCase, target: Target) -> tuple[int, int]:
+    """Compiles to the target's machine code; returns the threads and the bytes of shared memory of a block.
+
+    Raises what Triton raises where the kernel does not compile.
+    """
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(case.kernel.arg_names)
+        if case.signature.get(name, "").endswith(":16")
+    }
+    source = ASTSource(
+        case.kernel,
+        {name: case.signature.get(name, "constexpr").removesuffix(":16") for name in case.kernel.arg_names},
+        {
+            (index,): case.constexprs[name]
+            for index, name in enumerate(case.kernel.arg_names)
+            if name in case.constexprs
+        },
+        attributes,
+    )
+    options: dict[str, Any] = {"num_warps": case.num_warps}
+    if case.num_stages is not None:
+        options["num_stages"] = case.num_stages
+    compiled = triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_width), options)
+    return compiled.metadata.num_warps * target.warp_width, compiled.metadata.shared

@@ -1,0 +1,1 @@
+"""Model-facing half: find sites by structure, prove them, bind fast forwards, report, undo. Knows no Triton."""

@@ -1,0 +1,43 @@
+"""Recognises a model that somebody else's kernels already changed: two patches are never stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+
+from torch import nn
+
+from slothplug.hookspecs import hookimpl
+from slothplug.patching.private_class import stock_class
+from slothplug.settings import Settings
+
+_PROJECTS = {
+    "liger_kernel": ("Liger", "use_liger_kernel / enable_liger_kernel / liger_* keys"),
+    "unsloth": ("Unsloth", "use_unsloth and the import of unsloth"),
+    "unsloth_zoo": ("Unsloth", "use_unsloth and the import of unsloth_zoo"),
+    "axolotl": ("Axolotl's kernels", "lora_mlp_kernel, lora_qkv_kernel and lora_o_kernel"),
+}
+
+
+@hookimpl
+def slothplug_conflicts(model: nn.Module, settings: Settings) -> Iterator[str]:
+    seen: set[str] = set()
+    for name, module in model.named_modules():
+        for where in _homes(module):
+            project, switch = _PROJECTS.get(where.partition(".")[0], ("", ""))
+            if project and project not in seen:
+                seen.add(project)
+                yield (
+                    f"{project} already changed '{name or type(module).__name__}' ({where}). Load the model without it "
+                    f"({switch}), or leave use_fast_kernels off."
+                )
+
+
+def _homes(module: nn.Module) -> Iterator[str]:
+    """The Python modules that a module's forward, and functions set on the instance, come from."""
+    base = stock_class(module)
+    yield base.__module__
+    yield getattr(base.forward, "__module__", None) or ""
+    for value in module.__dict__.values():
+        if isinstance(value, (FunctionType, MethodType)):
+            yield value.__module__ or ""

@@ -1,0 +1,191 @@
+"""``patch``: from a model and a flag to a model on fused kernels and a report of what was done."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slothplug.errors import ConflictError, NothingFusedError, NothingFusedWarning, UnsupportedModelError
+from slothplug.patching.call import Outermost, with_call
+from slothplug.patching.private_class import is_patched, stock_class, take, with_forward
+from slothplug.patching.report import Report, SiteReport, unpatch
+from slothplug.patching.sites import STATE, Calls, Left, Served, Site, why_not_touchable
+from slothplug.patching.unwrap import wrappers_and_core
+from slothplug.plugins import plugin_manager
+from slothplug.settings import Settings
+
+logger = logging.getLogger("slothplug")
+
+_verdicts: dict[Hashable, str | None] = {}
+"""Outcome of earlier probes: why the site cannot be served, or None where it can."""
+
+
+class Owner:
+    """Identity of one patch; every state of one patched model and of its copies refers to the same one."""
+
+    __slots__ = ("report",)
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        return self
+
+
+def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Report:
+    """Makes ``model`` run on fused kernels wherever that is proved to be the same computation.
+
+    ``model`` may be a plain model, a PEFT model, or either wrapped by DDP, FSDP or ``torch.compile``; it is changed in
+    place, and no other model, class or module global is. Patching twice changes nothing the second time, except that
+    sites which came since (a new adapter) are served too.
+
+    Args:
+        model: the model that is about to be trained.
+        settings: ``True``, a mapping of settings, or ``Settings``. ``False`` changes nothing and reports nothing.
+
+    Returns:
+        The report; ``report.undo()`` makes the model what it was.
+
+    Raises:
+        SettingsError: a setting is not valid.
+        ConflictError: the model was already changed by Liger, Unsloth or Axolotl's kernels.
+        UnsupportedModelError: the model is on ``meta``.
+        NothingFusedError: ``strict`` is set and a site was left, or none was found.
+    """
+    parsed = Settings.from_flag(settings)
+    wrappers, core = wrappers_and_core(model)
+    manager = plugin_manager()
+    operations = [op.name for group in reversed(manager.hook.slothplug_operations()) for op in group]
+    if parsed is None:
+        return Report(core, Settings(ops=[]), operations)
+    parsed.check_ops(operations)
+    _refuse(core, parsed)
+
+    report = Report(model, parsed, operations)
+    earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
+    owner = next((state.owner for state in earlier.values()), Owner(report))
+    sites = list(_proved_sites(core, parsed, report, earlier))
+    manager.hook.slothplug_before_patch(model=core, sites=sites, settings=parsed)
+    for site in sites:
+        _serve(site, owner, report)
+    if report.fused:
+        for module in (*wrappers, core):
+            if not is_patched(module):
+                take(module, with_call, Outermost(owner))
+    manager.hook.slothplug_after_patch(model=core, report=report)
+    _conclude(report, core)
+    return report
+
+
+@contextmanager
+def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Iterator[Report]:
+    """``patch`` for the length of a ``with`` block: the model is what it was when the block ends, also by an exception."""
+    report = patch(model, settings)
+    try:
+        yield report
+    finally:
+        unpatch(model)
+
+
+def _refuse(core: nn.Module, settings: Settings) -> None:
+    """Raises where the model must not be patched at all."""
+    conflicts = [reason for found in plugin_manager().hook.slothplug_conflicts(model=core, settings=settings) for reason in found]
+    if conflicts:
+        raise ConflictError("The model was not patched. " + " ".join(conflicts))
+    parameters = list(core.parameters())
+    if parameters and all(parameter.is_meta for parameter in parameters):
+        raise UnsupportedModelError(
+            "The model was not patched: all its weights are on the 'meta' device, so nothing can be compared on it. "
+            "Load the weights (or call model.to_empty and initialise them) before the patch."
+        )
+
+
+def _proved_sites(
+    core: nn.Module, settings: Settings, report: Report, earlier: Mapping[nn.Module, Served]
+) -> Iterator[Site]:
+    """Yields the sites to patch; enters into the report those that are left, and those that an earlier patch serves."""
+    claimed: set[nn.Module] = set()
+    for found in plugin_manager().hook.slothplug_find_sites(model=core, settings=settings):
+        for item in found:
+            if item.module in claimed or not settings.wants(item.op):
+                continue
+            claimed.add(item.module)
+            if isinstance(item, Left):
+                _leave(report, item.op, item.name, item.module, item.reason, item.excused)
+            elif item.module in earlier:
+                _enter(report, item, earlier[item.module].calls)
+            elif reason := why_not_touchable(item.module) or _verdict(item, settings):
+                _leave(report, item.op, item.name, item.module, reason)
+            else:
+                yield item
+
+
+def _verdict(site: Site, settings: Settings) -> str | None:
+    """Why the probe refuses ``site``, or None; proves each verdict key once a process."""
+    key = (site.op, site.verdict_key, site.kernel.name, site.kernel.backend, site.device.type)
+    if key in _verdicts:
+        return _verdicts[key]
+    if not settings.verify:
+        return None
+    devices = [site.device] if site.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(site.device.type, enabled=False):
+        torch.manual_seed(0)
+        try:
+            _verdicts[key] = site.prove()
+        except Exception as error:  # a probe that cannot run is a site that cannot be proved
+            _verdicts[key] = f"its probe failed: {type(error).__name__}: {error}"
+    return _verdicts[key]
+
+
+def _serve(site: Site, owner: Owner, report: Report) -> None:
+    calls = Calls()
+    state = Served(
+        op=site.op,
+        name=site.name,
+        params=site.params,
+        kernel=site.kernel.function,
+        device_type=site.device.type,
+        original=stock_class(site.module).forward,
+        owner=owner,
+        calls=calls,
+    )
+    take(site.module, lambda base: with_forward(base, site.fast), state)
+    _enter(report, site, calls)
+
+
+def _enter(report: Report, site: Site, calls: Calls) -> None:
+    class_name = stock_class(site.module).__name__
+    report.sites.append(
+        SiteReport(site.op, site.name, class_name, "fused", site.kernel.name, site.kernel.backend, calls=calls)
+    )
+
+
+def _leave(report: Report, op: str, name: str, module: nn.Module, reason: str, excused: bool = False) -> None:
+    report.sites.append(SiteReport(op, name, stock_class(module).__name__, "left", reason=reason, excused=excused))
+
+
+def _conclude(report: Report, core: nn.Module) -> None:
+    """Logs the outcome; warns or raises where less was fused than asked for."""
+    logger.info(report.summary())
+    unexcused = [site for site in report.left if not site.excused]
+    if report.settings.strict and (unexcused or not report.fused):
+        unpatch(core)
+        found = unexcused[0] if unexcused else None
+        detail = f"{found.op} at {found.name} ({found.class_name}): {found.reason}" if found else "no site was found"
+        raise NothingFusedError(
+            f"use_fast_kernels.strict is true and not every site could be fused: {detail}. The model is as it was. Set "
+            f"strict to false to train with what can be fused, or name the operation in skip_ops.\n{report}"
+        )
+    if not report.fused:
+        warnings.warn(
+            f"use_fast_kernels is on, but nothing in {stock_class(core).__name__} could be fused; it trains as stock does.\n"
+            f"{report}",
+            NothingFusedWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,113 @@
+"""The patch primitive: an instance gets a private subclass of its own class, and gets its class back on undo.
+
+Why a subclass and not a new ``forward`` on the instance: from transformers 5.24 on, ``GradientCheckpointingLayer`` wraps
+``cls.forward`` in ``__init_subclass__``, so a replaced ``forward`` silently drops checkpointing while a subclass keeps it.
+The subclass has its base's name, so FSDP's wrapping by class name, ``repr``, ``isinstance`` and state_dict keys stay.
+There is one private class for each (stock class, forward), however many instances it serves. Pickles hold the stock class
+and nothing of ours; deep copies keep the patch and use their own weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from slothplug.errors import UndoError
+from slothplug.patching.sites import STATE
+
+BASE = "_slothplug_base"
+"""Name of the class attribute, in a private class's own ``__dict__``, that holds the stock class."""
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that ``module`` has, or had before it was patched."""
+    return type(module).__dict__.get(BASE, type(module))
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether ``module`` carries one of our private classes right now."""
+    return BASE in type(module).__dict__
+
+
+def take(module: nn.Module, make: Callable[[type[nn.Module]], type[nn.Module]], state: Any) -> None:
+    """Gives ``module`` the private class that ``make`` returns for its class, and ``state``."""
+    module.__class__ = make(type(module))
+    module.__dict__[STATE] = state
+
+
+def check_undoable(modules: Iterable[nn.Module]) -> None:
+    """Raises ``UndoError`` where another class was put above ours: its stock class cannot be restored without loss."""
+    for module in modules:
+        if not is_patched(module) and any(BASE in base.__dict__ for base in type(module).__mro__):
+            raise UndoError(
+                f"{type(module).__name__} ({type(module).__module__}) was put above a class of slothplug's after the "
+                f"patch, as fully_shard and parametrizations do. Undo the patch before that, or rebuild the model."
+            )
+
+
+def give_back(module: nn.Module) -> None:
+    """Makes ``module`` what it was; does nothing to a module that is not ours."""
+    if is_patched(module):
+        module.__class__ = stock_class(module)
+        del module.__dict__[STATE]
+
+
+@functools.cache
+def with_forward(base: type[nn.Module], fast: Callable[..., Any]) -> type[nn.Module]:
+    """The private subclass of ``base`` whose forward is ``fast(module, served, *args, **kwargs)``."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fast(self, self.__dict__[STATE], *args, **kwargs)
+
+    return private(base, {"forward": forward})
+
+
+def private(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    namespace = {
+        BASE: base,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce_to_stock,
+        "__deepcopy__": _deepcopy,
+        **members,
+    }
+    return type(base.__name__, (base,), namespace)
+
+
+def _stock_reduction(module: nn.Module, protocol: int) -> Any:
+    """What the stock class would have been reduced to, with the state cleaned of ours."""
+    ours, state = type(module), module.__dict__.pop(STATE)
+    module.__class__ = stock_class(module)
+    try:
+        return module.__reduce_ex__(protocol)
+    finally:
+        module.__class__ = ours
+        module.__dict__[STATE] = state
+
+
+def _reduce_to_stock(self: nn.Module, protocol: Any) -> Any:
+    reduction = list(_stock_reduction(self, protocol))
+    # The reduction's state is the live __dict__: hand out a copy, since ours went back in.
+    if len(reduction) > 2 and isinstance(reduction[2], dict):
+        reduction[2] = {key: value for key, value in reduction[2].items() if key != STATE}
+    return tuple(reduction)
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    base = stock_class(self)
+    if hasattr(base, "__deepcopy__"):
+        duplicate = base.__deepcopy__(self, memo)
+    else:
+        duplicate = base.__new__(base)
+        memo[id(self)] = duplicate
+        state = {key: value for key, value in self.__dict__.items() if key != STATE}
+        duplicate.__dict__.update(copy.deepcopy(state, memo))
+    duplicate.__class__ = type(self)
+    duplicate.__dict__[STATE] = copy.deepcopy(self.__dict__[STATE], memo)
+    return duplicate

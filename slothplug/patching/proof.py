@@ -1,0 +1,79 @@
+"""The probe's comparison: a candidate and the original, on the same inputs, forward and every gradient.
+
+A probe is no measurement of exactness (the tests do that); it answers one question: do these two compute the same
+function? So its bounds are a few units of the dtype, scaled by each row's own largest value, so that a wrong ``eps`` shows
+in rows of rms 1e-3 and a wrong cast order in a half-precision dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+PROBE_RMS = (1e-3, 1.0, 1e3)
+"""Row scales of a probe's activations."""
+
+# Largest |difference| over the largest |value| of its row. A probe's sums have at most a few thousand terms.
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+
+Function = Callable[..., torch.Tensor | Sequence[torch.Tensor]]
+
+
+def difference(
+    candidate: Function, original: Function, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> str | None:
+    """Why ``candidate`` is not ``original``, or None where they agree.
+
+    Both are called with ``inputs`` and may read ``weights``, tensors that require grad and that both share. Outputs are
+    compared, then the gradients of one random projection of them with respect to every input and weight that requires
+    grad.
+
+    Returns:
+        A sentence that names the tensor and the size of the difference.
+    """
+    wanted = [tensor for tensor in (*inputs, *weights) if tensor.requires_grad]
+    ours, stock = _run(candidate, inputs), _run(original, inputs)
+    if len(ours) != len(stock):
+        return f"{len(ours)} outputs where the original has {len(stock)}"
+    for index, (got, expected) in enumerate(zip(ours, stock, strict=True)):
+        reason = _unequal(f"output {index}", got, expected)
+        if reason:
+            return reason
+    if not wanted:
+        return None
+    projections = [torch.randn_like(tensor) for tensor in stock]
+    our_grads = torch.autograd.grad(ours, wanted, projections, allow_unused=True)
+    stock_grads = torch.autograd.grad(stock, wanted, projections, allow_unused=True)
+    for index, (got, expected) in enumerate(zip(our_grads, stock_grads, strict=True)):
+        if (got is None) != (expected is None):
+            return f"gradient {index}: {'missing' if got is None else 'present'}, unlike the original's"
+        reason = got is not None and expected is not None and _unequal(f"gradient {index}", got, expected)
+        if reason:
+            return reason
+    return None
+
+
+def _run(function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    output = function(*inputs)
+    return [output] if isinstance(output, torch.Tensor) else list(output)
+
+
+def _unequal(name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    if got.shape != expected.shape:
+        return f"{name}: shape {tuple(got.shape)} where the original has {tuple(expected.shape)}"
+    if got.dtype != expected.dtype:
+        return f"{name}: dtype {got.dtype} where the original has {expected.dtype}"
+    scale = expected.detach().double().abs()
+    scale = scale.amax(-1, keepdim=True) if scale.ndim else scale
+    error = ((got - expected).detach().double().abs() / scale.clamp_min(1e-30)).max().item()
+    tolerance = _TOLERANCE[expected.dtype]
+    if error <= tolerance:
+        return None
+    return f"{name} differs from the original's by {error:.1e} of its row's largest value (allowed: {tolerance:.0e})"
+
+
+def probe_rows(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random activations ``[1, rows, size]`` that require grad, with rows of each rms in ``PROBE_RMS``, twice."""
+    scales = torch.tensor(PROBE_RMS * 2, device=device).view(1, -1, 1)
+    return (torch.randn(1, scales.numel(), size, device=device) * scales).to(dtype).requires_grad_()

@@ -1,0 +1,184 @@
+"""The nouns of a patch: operations, kernels, sites, and what a served module carries."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+STATE = "_slothplug"
+"""Key in a served module's ``__dict__`` under which its ``Served`` lies."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A kind of computation that can be fused. ``name`` is its word in ``ops``, ``skip_ops`` and the report."""
+
+    name: str
+    summary: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One implementation of an operation: a differentiable function of the operation's documented signature."""
+
+    name: str
+    backend: str
+    function: Callable[..., Any]
+
+
+@dataclass
+class Calls:
+    """How often a site was asked, and what it answered with. Shared by a module and its copies."""
+
+    served: int = 0
+    backward: int = 0
+    """Fused backward passes; counted only while ``count_backward`` is true, since it costs a hook a call."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Calls answered by the original forward, by reason."""
+    count_backward: bool = False
+
+    def serve(self, output: torch.Tensor) -> torch.Tensor:
+        """Counts a served call and hands its output on."""
+        self.served += 1
+        if self.count_backward and output.grad_fn is not None:
+            output.grad_fn.register_prehook(self._count_backward)
+        return output
+
+    def _count_backward(self, *_: object) -> None:
+        self.backward += 1
+
+
+class Served:
+    """What a served module carries in its ``__dict__``: all that its fast forward needs beside the module itself.
+
+    Attributes:
+        op: the operation's name.
+        name: the module's qualified name in the model that was patched.
+        params: what the site's finder learnt about this module (variant, eps, roles of children); owned by the op.
+        kernel: the kernel's differentiable function.
+        device_type: the device type that the kernel serves; other inputs go the original way.
+        original: the stock class's ``forward``, unbound.
+        owner: the patch this module belongs to; equal for every module of one patch.
+        calls: counters.
+    """
+
+    __slots__ = ("calls", "device_type", "kernel", "name", "op", "original", "owner", "params")
+
+    def __init__(
+        self,
+        op: str,
+        name: str,
+        params: Any,
+        kernel: Callable[..., Any],
+        device_type: str,
+        original: Callable[..., Any],
+        owner: object,
+        calls: Calls,
+    ) -> None:
+        self.op, self.name, self.params, self.kernel = op, name, params, kernel
+        self.device_type, self.original, self.owner, self.calls = device_type, original, owner, calls
+
+    def fall_back(self, module: nn.Module, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """Answers a call with the original forward and counts why."""
+        self.calls.fallbacks[reason] += 1
+        return self.original(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Served:
+        return Served(
+            self.op, self.name, copy.deepcopy(self.params, memo), self.kernel, self.device_type, self.original,
+            self.owner, self.calls,
+        )  # fmt: skip
+
+
+FastForward = Callable[..., Any]
+"""``fast(module, served, *args, **kwargs)``: takes the place of ``forward`` on the instance. A module-level function: it
+must not close over a module, since one private class a (stock class, operation, fast) serves every instance."""
+
+
+@dataclass
+class Site:
+    """A module that should be served, as its finder hands it over.
+
+    Attributes:
+        op: operation's name.
+        name: qualified name in the model.
+        module: the module.
+        fast: the forward that takes over.
+        params: what ``fast`` needs to know about this module. Deep-copied with the module.
+        kernel: the kernel chosen for the module's device and dtype.
+        prove: compares fast and original on a probe (forward and every gradient) and returns the reason why they differ,
+            or None. Must not touch the module, its buffers, its gradients or the RNG state (the caller forks the RNG).
+        verdict_key: sites of equal keys share one verdict; include the class and all that decides its mathematics.
+    """
+
+    op: str
+    name: str
+    module: nn.Module
+    fast: FastForward
+    params: Any
+    kernel: Kernel
+    prove: Callable[[], str | None]
+    verdict_key: Hashable
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.module)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module of an operation's kind that stays as it was.
+
+    ``excused`` marks kinds that no version claims to serve (gated norms, MLA, 3-D experts): the report lists them, strict
+    mode does not raise for them.
+    """
+
+    op: str
+    name: str
+    module: nn.Module
+    reason: str
+    excused: bool = False
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter or buffer; ``cpu`` where it has none."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first floating-point parameter; float32 where it has none."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.float32
+
+
+def plain(tensor: object) -> bool:
+    """Whether ``tensor`` is an ordinary dense tensor: no DTensor, quantised or lazy subclass."""
+    return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+
+
+def why_not_touchable(module: nn.Module) -> str | None:
+    """Why a module's forward cannot be taken over, whatever it computes; None where it can."""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance by somebody else"
+    if hasattr(module, "_hf_hook"):
+        return "accelerate's device hooks wrap its forward"
+    if hasattr(module, "parametrizations"):
+        return "its weights are parametrized"
+    for tensor in module.parameters(recurse=False):
+        if tensor.is_meta:
+            return "its weights are on the meta device"
+        if hasattr(tensor, "ds_id"):
+            return "its weights are partitioned by ZeRO-3"
+        if not plain(tensor):
+            return f"its weights are of type {type(tensor).__name__}"
+    return None
