@@ -29,3 +29,7 @@ class UndoError(SlothplugError, RuntimeError):
 
 class NothingFusedWarning(UserWarning):
     """The flag is on and no site of the model could be fused."""
+
+
+class StaleLogitsError(SlothplugError, RuntimeError):
+    """Logits, or their gradient, were asked for when they can no longer be had: ``keep_logits: true`` computes them."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slothplug.patching.sites import Kernel
     from slothplug.settings import Settings
 
-BUILT_IN = ("rms_norm",)
+BUILT_IN = ("rms_norm", "glu", "rotary", "head", "lora")
 
 
 @functools.cache

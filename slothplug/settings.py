@@ -97,9 +97,7 @@ def _explain(error: ValidationError) -> str:
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(
-                f"{FLAG}.{path} is not a setting.{_nearest(path, known)} Settings: {', '.join(known)}."
-            )
+            lines.append(f"{FLAG}.{path} is not a setting.{_nearest(path, known)} Settings: {', '.join(known)}.")
         else:
             lines.append(f"{FLAG}.{path} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}.")
     return "\n".join(lines)

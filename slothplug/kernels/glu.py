@@ -13,17 +13,17 @@ With s = sigmoid(z), every activation but ``relu``, ``relu2`` and ``gelu`` is on
 
 Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
 
-Memory traffic for n output elements: forward 3 n elements (reads gate, up; writes out), backward 5 n (reads d_out, gate,
-up; writes d_gate, d_up), 6 n where it also writes act(gate) * up again. About 10 flops an element forward and 20 backward,
-so both are bound by memory. Only gate and up are kept for backward; act(gate) is computed again from them.
+Memory traffic for n output elements: forward 3 n elements (reads gate, up; writes out), backward 5 n (reads d_out,
+gate, up; writes d_gate, d_up), 6 n where it also writes act(gate) * up again. Some 10 flops an element forward and 20
+backward, so both are bound by memory. Only gate and up are kept for backward; act(gate) is computed again from them.
 
-Precision: everything is computed in float32 and rounded once. The stock expression rounds act(gate) to the input's dtype
-before it multiplies, and rounds d_out * up before it multiplies by act'(gate). These roundings are not reproduced: without
-them the error against float64 is 0.70 times stock's for out and d_up and 0.55 to 0.7 times for d_gate (half precision, every
-activation with a rounding to save), and a float16 product overflows only where the exact one does: gate = up = 200 gives
-40000, gate = up = 300 gives inf, as stock, and relu2 (300) * 0.5 gives 45000 where stock's intermediate 90000 is already inf.
-The one exception is a product within one rounding of float16's limit, 65520 <= |act(gate) up| < 65552: the exact value rounds
-to inf, and stock may stay finite if its first rounding happened to go down.
+Precision: everything is computed in float32 and rounded once. The stock expression rounds act(gate) to the input's
+dtype before it multiplies, and d_out * up before it multiplies by act'(gate). These roundings are not reproduced.
+Without them the root-mean-square error against float64 (normal draws, half precision) is 0.63 to 0.72 times stock's for
+out and d_up and 0.45 to 0.72 times for d_gate; relu, which has no first rounding to save, equals stock bit for bit.
+A float16 product overflows only where the exact one does: gate = up = 200 gives 40000; 300 gives inf, as stock; with
+relu2, gate = 300 and up = 0.5 give 45000, where stock's intermediate 90000 is inf already. The one exception: where
+65520 <= |act(gate) up| < 65552 the exact value rounds to inf, and stock is finite if its first rounding went down.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from slothplug.kernels.backend import Backend
 
@@ -51,8 +51,8 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = 
     """Returns act(gate) * up, a new contiguous tensor of the inputs' shape and dtype.
 
     Args:
-        gate, up: [..., I], same shape, dtype and device; float32, bfloat16 or float16; any strides. Rows that are strided, as
-            the halves of a packed tensor are, are read in place.
+        gate, up: [..., I], same shape, dtype and device; float32, bfloat16 or float16; any strides. Rows that are
+            strided, as the halves of a packed tensor are, are read in place.
         activation: one of ``ACTIVATIONS``.
         backend: ``"triton"`` or ``"torch"``.
 
@@ -60,7 +60,7 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = 
 
     Raises:
         TypeError: gate and up differ in dtype, or their dtype is not one of the three.
-        ValueError: gate and up differ in shape or device, or the activation is unknown.
+        ValueError: gate and up differ in shape or device, or the activation or the backend is unknown.
     """
     _check(gate, up, activation)
     return _GLU.apply(gate, up, activation, backend)
@@ -70,12 +70,12 @@ def glu_packed(gate_up: Tensor, *, activation: Activation, layout: Layout, backe
     """Returns act(gate) * up, a new contiguous [..., I] tensor, from gate and up in one [..., 2 I] tensor.
 
     ``layout`` says where they lie in the last dimension: ``"gate_up"`` and ``"up_gate"`` are halves, in that order;
-    ``"interleaved"`` has gate at the even and up at the odd places. Both are read in place, and the gradient is written to one
-    [..., 2 I] buffer. Otherwise as ``glu``.
+    ``"interleaved"`` has gate at the even and up at the odd places. Both are read in place, and the gradient is written
+    to one [..., 2 I] buffer. Otherwise as ``glu``.
 
     Raises:
         TypeError: the dtype is not float32, bfloat16 or float16.
-        ValueError: the last dimension is odd, or the activation or the layout is unknown.
+        ValueError: the last dimension is odd, or the activation, the layout or the backend is unknown.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; known are {', '.join(LAYOUTS)}")
@@ -155,11 +155,13 @@ def _primitives(backend: Backend) -> ModuleType:
         from slothplug.kernels.triton import glu as primitives
 
         return primitives
-    return sys.modules[__name__]
+    if backend == "torch":
+        return sys.modules[__name__]
+    raise ValueError(f"backend is 'triton' or 'torch', not {backend!r}")
 
 
 def glu_forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
-    """Writes act(gate) * up into ``out``, which has their shape, any strides, and may be gate or up itself."""
+    """Writes act(gate) * up into ``out``: of their shape, with leading dimensions that collapse; may be gate or up."""
     torch.mul(_activate(gate.float(), activation), up, out=out)
 
 
@@ -175,18 +177,17 @@ def glu_backward(
 ) -> None:
     """Writes the gradients, and act(gate) * up again, into those of ``d_gate``, ``d_up`` and ``h`` that are given.
 
-    All have gate's shape and any strides; a destination may be grad_output, gate or up itself, whoever owns them. ``h`` equals
-    what the forward wrote, so that the input of the next linear layer need not be kept for its weight gradient.
+    Destinations have gate's shape and leading dimensions that collapse; whoever owns grad_output, gate or up may give
+    it as a destination too. ``h`` is what the forward wrote, so that the input of the next linear layer need not be
+    kept for its weight gradient.
     """
     gate_float = gate.float()
-    activated = None if d_up is None and h is None else _activate(gate_float, activation)
     written = []
     if d_gate is not None:
         written.append((d_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
-    if d_up is not None:
-        written.append((d_up, activated * grad_output))
-    if h is not None:
-        written.append((h, activated * up))
+    if d_up is not None or h is not None:
+        activated = _activate(gate_float, activation)
+        written += [(t, activated * factor) for t, factor in ((d_up, grad_output), (h, up)) if t is not None]
     for destination, value in written:  # after everything is read, since a destination may be an input
         destination.copy_(value)
 

@@ -13,7 +13,7 @@ Backward, with g the gradient of y and w the weight as the forward multiplied by
 
 Cost for [N, H] of e bytes an element: forward reads x and writes y, 2 N H e bytes; backward reads x and the gradient
 and writes dx, 3 N H e bytes; both with about 4 N H and 8 N H flops, so memory bandwidth is the limit. ``dweight`` adds
-float32 partial rows, 8 P H bytes for P <= 1024 partial sums. Kept for backward: x, weight and 4 N bytes of rstd.
+float32 partial rows, 8 P H bytes for P <= 768 partial sums. Kept for backward: x, weight and 4 N bytes of rstd.
 """
 
 from __future__ import annotations

@@ -25,13 +25,14 @@ class Call:
     Attributes:
         owner: the patch that the called model belongs to (``Served.owner`` of its modules).
         labels: what was passed as ``labels``; None where nothing was.
+        failed: whether it ended by an exception.
         at_end: run in order when the call ends, also when it raises; each gets no argument.
     """
 
-    __slots__ = ("at_end", "labels", "owner")
+    __slots__ = ("at_end", "failed", "labels", "owner")
 
     def __init__(self, owner: object, labels: torch.Tensor | None) -> None:
-        self.owner, self.labels = owner, labels
+        self.owner, self.labels, self.failed = owner, labels, False
         self.at_end: list[Callable[[], None]] = []
 
 
@@ -77,6 +78,9 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
         call = _active.call = Call(owner, labels)
         try:
             return plain_call(self, *args, **kwargs)
+        except BaseException:
+            call.failed = True
+            raise
         finally:
             _active.call = outer
             for action in call.at_end:

@@ -77,7 +77,7 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
     if report.fused:
         for module in (*wrappers, core):
             if not is_patched(module):
-                take(module, with_call, Outermost(owner))
+                take(module, with_call, Outermost(owner))  # type: ignore[arg-type]
     manager.hook.slothplug_after_patch(model=core, report=report)
     _conclude(report, core)
     return report
@@ -95,7 +95,9 @@ def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings
 
 def _refuse(core: nn.Module, settings: Settings) -> None:
     """Raises where the model must not be patched at all."""
-    conflicts = [reason for found in plugin_manager().hook.slothplug_conflicts(model=core, settings=settings) for reason in found]
+    conflicts = [
+        reason for found in plugin_manager().hook.slothplug_conflicts(model=core, settings=settings) for reason in found
+    ]
     if conflicts:
         raise ConflictError("The model was not patched. " + " ".join(conflicts))
     parameters = list(core.parameters())
@@ -155,7 +157,7 @@ def _serve(site: Site, owner: Owner, report: Report) -> None:
         owner=owner,
         calls=calls,
     )
-    take(site.module, lambda base: with_forward(base, site.fast), state)
+    take(site.module, lambda base: with_forward(base, site.fast), state)  # type: ignore[arg-type]
     _enter(report, site, calls)
 
 

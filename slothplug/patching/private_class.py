@@ -10,6 +10,7 @@ and nothing of ours; deep copies keep the patch and use their own weights.
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -74,29 +75,33 @@ def private(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce_to_stock,
-        "__deepcopy__": _deepcopy,
         **members,
     }
-    return type(base.__name__, (base,), namespace)
-
-
-def _stock_reduction(module: nn.Module, protocol: int) -> Any:
-    """What the stock class would have been reduced to, with the state cleaned of ours."""
-    ours, state = type(module), module.__dict__.pop(STATE)
-    module.__class__ = stock_class(module)
-    try:
-        return module.__reduce_ex__(protocol)
-    finally:
-        module.__class__ = ours
-        module.__dict__[STATE] = state
+    ours = type(base.__name__, (base,), namespace)
+    # Not as a method: a wrapper that forwards unknown attributes (LoraModel, ModulesToSaveWrapper) would find its inner
+    # module's __deepcopy__, and be copied as that module alone.
+    copy._deepcopy_dispatch[ours] = _deepcopy  # type: ignore[attr-defined]
+    return ours
 
 
 def _reduce_to_stock(self: nn.Module, protocol: Any) -> Any:
-    reduction = list(_stock_reduction(self, protocol))
-    # The reduction's state is the live __dict__: hand out a copy, since ours went back in.
-    if len(reduction) > 2 and isinstance(reduction[2], dict):
-        reduction[2] = {key: value for key, value in reduction[2].items() if key != STATE}
-    return tuple(reduction)
+    """What the stock class would be reduced to, with the state cleaned of ours."""
+    ours, state = type(self), self.__dict__.pop(STATE)
+    self.__class__ = stock_class(self)
+    try:
+        reduction: Any = self.__reduce_ex__(protocol)
+    finally:
+        self.__class__ = ours
+        self.__dict__[STATE] = state
+    make, arguments, *rest = reduction
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle insists that its class is the object's own, which ours is not
+        make, arguments = copyreg._reconstructor, (*arguments, object, None)  # type: ignore[attr-defined]
+    # The reduction may hold the live __dict__, which has ours again.
+    return make, arguments, *(_without_ours(part) for part in rest)
+
+
+def _without_ours(part: Any) -> Any:
+    return {key: value for key, value in part.items() if key != STATE} if isinstance(part, dict) else part
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -106,8 +111,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     else:
         duplicate = base.__new__(base)
         memo[id(self)] = duplicate
-        state = {key: value for key, value in self.__dict__.items() if key != STATE}
-        duplicate.__dict__.update(copy.deepcopy(state, memo))
+        duplicate.__dict__.update(copy.deepcopy(_without_ours(self.__dict__), memo))
     duplicate.__class__ = type(self)
     duplicate.__dict__[STATE] = copy.deepcopy(self.__dict__[STATE], memo)
     return duplicate

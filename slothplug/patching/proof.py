@@ -21,13 +21,18 @@ Function = Callable[..., torch.Tensor | Sequence[torch.Tensor]]
 
 
 def difference(
-    candidate: Function, original: Function, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    candidate: Function,
+    original: Function,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    computed_in: torch.dtype | None = None,
 ) -> str | None:
     """Why ``candidate`` is not ``original``, or None where they agree.
 
     Both are called with ``inputs`` and may read ``weights``, tensors that require grad and that both share. Outputs are
     compared, then the gradients of one random projection of them with respect to every input and weight that requires
-    grad.
+    grad. ``computed_in`` is the dtype that both round to on the way where that is less exact than the tensors' own, as
+    under autocast.
 
     Returns:
         A sentence that names the tensor and the size of the difference.
@@ -37,7 +42,7 @@ def difference(
     if len(ours) != len(stock):
         return f"{len(ours)} outputs where the original has {len(stock)}"
     for index, (got, expected) in enumerate(zip(ours, stock, strict=True)):
-        reason = _unequal(f"output {index}", got, expected)
+        reason = _unequal(f"output {index}", got, expected, computed_in)
         if reason:
             return reason
     if not wanted:
@@ -48,7 +53,7 @@ def difference(
     for index, (got, expected) in enumerate(zip(our_grads, stock_grads, strict=True)):
         if (got is None) != (expected is None):
             return f"gradient {index}: {'missing' if got is None else 'present'}, unlike the original's"
-        reason = got is not None and expected is not None and _unequal(f"gradient {index}", got, expected)
+        reason = got is not None and expected is not None and _unequal(f"gradient {index}", got, expected, computed_in)
         if reason:
             return reason
     return None
@@ -59,7 +64,7 @@ def _run(function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [output] if isinstance(output, torch.Tensor) else list(output)
 
 
-def _unequal(name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None:
+def _unequal(name: str, got: torch.Tensor, expected: torch.Tensor, computed_in: torch.dtype | None) -> str | None:
     if got.shape != expected.shape:
         return f"{name}: shape {tuple(got.shape)} where the original has {tuple(expected.shape)}"
     if got.dtype != expected.dtype:
@@ -67,7 +72,7 @@ def _unequal(name: str, got: torch.Tensor, expected: torch.Tensor) -> str | None
     scale = expected.detach().double().abs()
     scale = scale.amax(-1, keepdim=True) if scale.ndim else scale
     error = ((got - expected).detach().double().abs() / scale.clamp_min(1e-30)).max().item()
-    tolerance = _TOLERANCE[expected.dtype]
+    tolerance = max(_TOLERANCE[expected.dtype], _TOLERANCE[computed_in or expected.dtype])
     if error <= tolerance:
         return None
     return f"{name} differs from the original's by {error:.1e} of its row's largest value (allowed: {tolerance:.0e})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def twin(module: Module, dtype: torch.dtype, children: Mapping[str, nn.Module] |
     matters); buffers are copied. Children are shared unless ``children`` names a replacement. Nothing that the twin does
     to its parameters, buffers or flags reaches the original.
     """
-    double = object.__new__(stock_class(module))
+    double: Any = object.__new__(stock_class(module))
     double.__dict__.update({key: value for key, value in module.__dict__.items() if key != STATE})
     for key, value in nn.Module().__dict__.items():
         if key.endswith("_hooks") or "_hooks_" in key:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,14 +29,15 @@ def wrappers_and_core(model: nn.Module) -> tuple[list[nn.Module], nn.Module]:
 
 
 def _inside_engine(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
-        return model.module
-    name = type(model).__name__
-    if name == "OptimizedModule":
-        return model._orig_mod
-    if name == "FullyShardedDataParallel":
-        return model.module
-    return None
+    inner: Any = None
+    if (
+        isinstance(model, (DistributedDataParallel, nn.DataParallel))
+        or type(model).__name__ == "FullyShardedDataParallel"
+    ):
+        inner = model.module
+    elif type(model).__name__ == "OptimizedModule":
+        inner = model._orig_mod
+    return inner
 
 
 def _inside_peft(model: nn.Module) -> nn.Module | None:

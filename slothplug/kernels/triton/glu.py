@@ -1,8 +1,8 @@
 """Triton kernels of the gated linear unit; the formulas and the precision are in ``slothplug.kernels.glu``.
 
-One launch a direction. A program serves ``BLOCK`` neighbouring columns of one row; where all tensors are contiguous the whole
-problem is one long row, so that no lane idles whatever the row's length. Nothing is reduced: the same input gives the same
-bits.
+One launch a direction. A program serves ``BLOCK`` neighbouring columns of one row; where all tensors are contiguous the
+whole problem is one long row, so that no lane idles whatever the row's length. Nothing is reduced: the same input gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Tile:
     num_warps: int
 
 
-# 8 elements a thread on 32-wide warps: one 16-byte access to each half-precision tensor, two in float32; 64-wide wavefronts get
-# half of it a thread. 128 threads (256 on AMD) leave room for 16 programs (8) on a multiprocessor, which is what hides the
-# latency of memory.
+# 8 elements a thread on 32-wide warps: one 16-byte access to each half-precision tensor, two in float32; a thread of a
+# 64-wide wavefront has half of it. 128 threads (256 there) let 16 programs (8) share a multiprocessor, which is what
+# hides the latency of memory.
 _WIDE = Tile(block=1024, num_warps=4)
 # Rows that are strided and short (a small expert's halves): 1024 columns would leave most lanes without work.
 _NARROW = Tile(block=256, num_warps=1)
@@ -44,55 +44,62 @@ def _choose_tile(columns: int) -> Tile:
 
 @triton.jit
 def sigmoid_argument(x: tl.tensor, ACTIVATION: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """z(x), dz/dx of the activations that are made of sigmoid(z)."""
+    """z(x) and dz/dx of the activations that are made of sigmoid(z)."""
     if ACTIVATION == "gelu_tanh":
         # sqrt(8 / pi) (x + 0.044715 x^3) and its derivative; x (c + d x^2) keeps the sign where x^2 overflows.
         square = x * x
-        return x * (1.5957691216057308 + 0.07135481282894 * square), 1.5957691216057308 + 0.21406443848682 * square
+        z = x * (1.5957691216057308 + 0.07135481627260025 * square)
+        slope = 1.5957691216057308 + 0.21406444881780073 * square
     elif ACTIVATION == "quick_gelu":
-        return 1.702 * x, 1.702
+        z = 1.702 * x
+        slope = 1.702
     else:
-        return x, 1.0
+        z = x
+        slope = 1.0
+    return z, slope
 
 
 @triton.jit
 def activate(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """act(x) for float32 x."""
     if ACTIVATION == "gelu":
-        return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
+        activated = x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
     elif ACTIVATION == "relu":
-        return tl.where(x <= 0, 0.0, x)  # tl.maximum would turn NaN into 0
+        activated = tl.where(x <= 0, 0.0, x)  # tl.maximum would turn NaN into 0
     elif ACTIVATION == "relu2":
-        return tl.where(x <= 0, 0.0, x * x)
+        activated = tl.where(x <= 0, 0.0, x * x)
+    elif ACTIVATION == "sigmoid":
+        activated = tl.sigmoid(x)
     else:
         z, _ = sigmoid_argument(x, ACTIVATION)
-        s = tl.sigmoid(z)
-        if ACTIVATION == "sigmoid":
-            return s
-        else:
-            return x * s
+        activated = x * tl.sigmoid(z)
+    return activated
 
 
 @triton.jit
 def activate_and_differentiate(x: tl.tensor, grad: tl.tensor, ACTIVATION: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """act(x) and grad * act'(x) for float32 x and grad; the latter is exactly 0 where relu is flat, even if grad is inf."""
+    """act(x) and grad * act'(x) for float32 x and grad. The latter is 0 where relu is flat, even if grad is inf."""
     if ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-        return x * cdf, grad * (cdf + x * density)
+        activated = x * cdf
+        grad_x = grad * (cdf + x * density)
     elif ACTIVATION == "relu":
-        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, grad)
+        activated = tl.where(x <= 0, 0.0, x)
+        grad_x = tl.where(x <= 0, 0.0, grad)
     elif ACTIVATION == "relu2":
-        return tl.where(x <= 0, 0.0, x * x), tl.where(x <= 0, 0.0, grad * x * 2.0)
+        activated = tl.where(x <= 0, 0.0, x * x)
+        grad_x = tl.where(x <= 0, 0.0, grad * x * 2.0)
+    elif ACTIVATION == "sigmoid":
+        activated = tl.sigmoid(x)
+        grad_x = grad * (activated * (1.0 - activated))
     else:
         z, slope = sigmoid_argument(x, ACTIVATION)
         s = tl.sigmoid(z)
-        s_slope = s * (1.0 - s)
-        if ACTIVATION == "sigmoid":
-            return s, grad * s_slope
-        else:
-            # s (1 - s) x first: it is 0 long before x * slope overflows.
-            return x * s, grad * (s + s_slope * x * slope)
+        activated = x * s
+        # s (1 - s) x first: it is 0 long before x * slope overflows.
+        grad_x = grad * (s + s * (1.0 - s) * x * slope)
+    return activated, grad_x
 
 
 @triton.jit
@@ -197,7 +204,7 @@ def _launch(
     else:
         columns = inputs[0].shape[-1]
         rows = inputs[0].numel() // columns
-        # reshape copies an input whose leading dimensions do not collapse; view never copies, a destination must not be one.
+        # reshape copies an input whose leading dimensions do not collapse; a destination must not be a copy.
         tensors = (
             *(t.reshape(-1, columns) for t in inputs),
             *(None if t is None else t.view(-1, columns) for t in destinations),

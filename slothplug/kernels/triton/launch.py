@@ -28,16 +28,19 @@ def row_order(x: torch.Tensor) -> tuple[int, ...]:
 
     Rows walked in this order are read as a stream, also where ``x`` is a transposed view such as [B, H, T, D].
     """
-    outer = range(x.ndim - 1)
-    return tuple(outer) if x.is_contiguous() else tuple(sorted(outer, key=lambda dim: -x.stride(dim)))
+    outer, strides = range(x.ndim - 1), x.stride()
+    return tuple(outer) if x.is_contiguous() else tuple(sorted(outer, key=lambda dim: -strides[dim]))
 
 
-def empty_rows(x: torch.Tensor, order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor shaped like ``x`` whose memory holds the rows one after the other in ``order``."""
-    if order == tuple(range(x.ndim - 1)):
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
-    rows = torch.empty([x.shape[dim] for dim in order] + [x.shape[-1]], dtype=dtype, device=x.device)
-    return rows.permute([order.index(dim) for dim in range(x.ndim - 1)] + [x.ndim - 1])
+def empty_in_order(
+    shape: Sequence[int], order: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """An empty tensor of ``shape`` that memory holds in ``order``; dimensions that ``order`` leaves out come last."""
+    axes = order + tuple(range(len(order), len(shape)))
+    if axes == tuple(range(len(shape))):
+        return torch.empty(shape, dtype=dtype, device=device)
+    dense = torch.empty([shape[dim] for dim in axes], dtype=dtype, device=device)
+    return dense.permute([axes.index(dim) for dim in range(len(shape))])
 
 
 class Rows:

@@ -4,9 +4,9 @@ Each file of kernels in this package has a function
 
     def offline_cases() -> Iterable[OfflineCase]:
 
-that names every kernel of the file with every set of launch knobs its tables hold, and each dtype and constexpr branch at
-least once. The cheapest way, and the one that cannot drift from the real launch, is to run the host functions on tensors that
-have no memory and to note what they would have launched:
+that names every kernel of the file with every set of launch knobs its tables hold, and each dtype and constexpr branch
+at least once. The shortest way, and the one that cannot drift from the real launch, is to run the host functions on
+tensors that have no memory and to note what they would have launched:
 
     def offline_cases() -> Iterable[OfflineCase]:
         with noted_launches() as cases:
@@ -57,8 +57,8 @@ class OfflineCase:
 
     Attributes:
         kernel: the ``@triton.jit`` function.
-        signature: Triton type of each argument that is not in ``constexprs``, as in ``triton.tools.compile``: ``"*bf16"``,
-            ``"i32"``, ``"fp32"``; with ``":16"`` behind it where the value (the address) is a multiple of 16.
+        signature: Triton type of each argument that is not in ``constexprs``, as in ``triton.tools.compile``:
+            ``"*bf16"``, ``"i32"``, ``"fp32"``; with ``":16"`` behind where the value (the address) is a multiple of 16.
         constexprs: the other arguments: ``tl.constexpr`` parameters, integers equal to 1, pointers that are None.
         num_warps, num_stages: launch options; None is Triton's default.
         targets: names of the targets it is for; None is all of ``TARGETS``.
@@ -73,7 +73,7 @@ class OfflineCase:
 
     @classmethod
     def of_launch(cls, kernel: Any, *arguments: Any, **keywords: Any) -> OfflineCase:
-        """The case that ``kernel[grid](*arguments, **keywords)`` would compile; the tensors may be on the meta device."""
+        """The case that ``kernel[grid](*arguments, **keywords)`` would compile; tensors may be on the meta device."""
         options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
         signature, constexprs = {}, {}
@@ -87,14 +87,9 @@ class OfflineCase:
             raise TypeError(f"{kernel.__name__} has no parameter {', '.join(values)}")
         return cls(kernel, signature, constexprs, **options)
 
-    @property
-    def key(self) -> str:
-        """Equal for cases that compile to the same code."""
-        launch = (self.num_warps, self.num_stages, self.targets)
-        return f"{self.kernel.__name__} {sorted(self.signature.items())} {sorted(self.constexprs.items())} {launch}"
-
     def __str__(self) -> str:
-        options = f"num_warps={self.num_warps}, num_stages={self.num_stages}"
+        """Equal for cases that compile to the same code."""
+        options = f"num_warps={self.num_warps}, num_stages={self.num_stages}, targets={self.targets}"
         return f"{self.kernel.__name__}({self.signature}, {self.constexprs}, {options})"
 
 

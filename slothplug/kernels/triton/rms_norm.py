@@ -18,12 +18,19 @@ import triton
 import triton.language as tl
 
 from slothplug.kernels.rms_norm import Variant, output_dtype
-from slothplug.kernels.triton.launch import Rows, empty_rows, launch, row_offset, row_order
+from slothplug.kernels.triton.launch import Rows, empty_in_order, launch, row_offset, row_order
+from slothplug.kernels.triton.offline import OfflineCase, noted_launches
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch knobs of rows with at most ``max_hidden`` elements."""
+    """Launch knobs of rows with at most ``max_hidden`` elements.
+
+    Attributes:
+        rows: rows that a program holds at once.
+        num_warps: warps of a program.
+        partial_sums: the most programs that the weight's gradient is summed by.
+    """
 
     max_hidden: int
     rows: int
@@ -31,18 +38,18 @@ class Tile:
     partial_sums: int
 
 
-# 16 elements a thread: two 16-byte loads of bfloat16 a stream keep memory busy, and x, the gradient, the weight and
-# the partial sum together still fit the registers of two resident programs.
-# partial_sums: enough programs for 32 warps on each of about 130 multiprocessors, until the partial rows themselves
-# (8 bytes an element, written and read) would pass some 5 % of the traffic of 8192 rows.
+# 16 elements a thread: two 16-byte loads of bfloat16 in flight for each stream, in few enough registers that 24 or more
+# warps are resident (compiled for sm_90: 32 registers forward, 48 backward, 80 with the partial sum of the weight).
+# partial_sums: all programs of the latter kind resident at once on about 130 multiprocessors (6 of 4 warps or 3 of
+# 8 warps on each). More would gain no parallelism and cost 8 bytes an element: 6 % of the traffic at 8192 x 4096.
 _TILES = (
-    Tile(max_hidden=64, rows=32, num_warps=4, partial_sums=1024),
-    Tile(max_hidden=128, rows=16, num_warps=4, partial_sums=1024),
-    Tile(max_hidden=256, rows=8, num_warps=4, partial_sums=1024),
-    Tile(max_hidden=512, rows=4, num_warps=4, partial_sums=1024),
-    Tile(max_hidden=1024, rows=2, num_warps=4, partial_sums=1024),
-    Tile(max_hidden=2048, rows=1, num_warps=4, partial_sums=512),
-    Tile(max_hidden=4096, rows=1, num_warps=8, partial_sums=256),
+    Tile(max_hidden=64, rows=32, num_warps=4, partial_sums=768),
+    Tile(max_hidden=128, rows=16, num_warps=4, partial_sums=768),
+    Tile(max_hidden=256, rows=8, num_warps=4, partial_sums=768),
+    Tile(max_hidden=512, rows=4, num_warps=4, partial_sums=768),
+    Tile(max_hidden=1024, rows=2, num_warps=4, partial_sums=768),
+    Tile(max_hidden=2048, rows=1, num_warps=4, partial_sums=768),
+    Tile(max_hidden=4096, rows=1, num_warps=8, partial_sums=384),
     Tile(max_hidden=8192, rows=1, num_warps=16, partial_sums=256),
 )
 # Rows beyond the table: 4096 columns at a time; their many column blocks give programs enough with few partial rows.
@@ -56,14 +63,14 @@ def _tile(hidden: int) -> Tile | None:
 
 
 class TritonPrimitives:
-    """The forward and backward that ``rms_norm`` calls. ``rstd`` holds one value a row, in ``row_order`` of x."""
+    """The forward and backward that ``rms_norm`` calls. ``rstd`` is shaped like x without its last dimension."""
 
     @staticmethod
     def forward(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
         order = row_order(x)
-        y = empty_rows(x, order, output_dtype(x, weight, variant.casting))
+        y = empty_in_order(x.shape, order, output_dtype(x, weight, variant.casting), x.device)
         rows = Rows(order, x)
-        rstd = torch.empty(rows.count, dtype=torch.float32, device=x.device)
+        rstd = empty_in_order(x.shape[:-1], order, torch.float32, x.device)
         if x.numel() == 0:
             return y, rstd
         hidden = x.shape[-1]
@@ -89,9 +96,11 @@ class TritonPrimitives:
         needs: tuple[bool, bool],
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         order = row_order(x)
-        grad_x = empty_rows(x, order, x.dtype) if needs[0] else None
+        grad_x = empty_in_order(x.shape, order, x.dtype, x.device) if needs[0] else None
         if x.numel() == 0:
             return grad_x, torch.zeros_like(weight) if needs[1] and weight is not None else None
+        # No copy, unless a saved-tensor hook (offloading) gave back x or rstd with other strides than it was handed.
+        rstd = rstd.permute(order).contiguous()
         rows = Rows(order, grad_output, x)
         hidden = x.shape[-1]
         constants = (hidden, variant.offset, variant.casting == "before_weight")
@@ -118,9 +127,10 @@ def _backward_tiles(
     tile = _tile(constants[0])
     assert tile is not None
     tiles = triton.cdiv(rows.count, tile.rows)
-    programs = min(tiles, tile.partial_sums) if needs_weight else tiles
+    tiles_each = triton.cdiv(tiles, tile.partial_sums) if needs_weight else 1
+    programs = triton.cdiv(tiles, tiles_each)
     partial = torch.empty(programs, constants[0], dtype=torch.float32, device=rstd.device) if needs_weight else None
-    arguments = (*rows.tensors, weight, rstd, grad_x, partial, rows.count, triton.cdiv(tiles, programs))
+    arguments = (*rows.tensors, weight, rstd, grad_x, partial, rows.count, tiles_each)
     strides = (*rows.sizes, *rows.strides[0], *rows.strides[1])
     shape = (tile.rows, triton.next_power_of_2(constants[0]))
     launch(_backward, (programs,), rstd.device, *arguments, *strides, *constants, *shape, num_warps=tile.num_warps)
@@ -380,3 +390,29 @@ def _backward_weight_wide(
         x = tl.load(x_row + column64 * x_stride_column, mask=mask, other=0.0).to(tl.float32)
         partial += grad * (x * tl.load(rstd_ptr + row))
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * HIDDEN + column, partial, mask=mask)
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Each tile and the wide kernels in bfloat16; each dtype, variant and set of gradients at one tile and wide."""
+    llama, gemma = Variant(1e-5, 0.0, "before_weight"), Variant(1e-6, 1.0, "after_weight")
+    wide = 3 * _WIDE_COLUMNS
+    with noted_launches() as cases:
+        for hidden in (*(tile.max_hidden for tile in _TILES), wide):
+            _note(hidden, torch.bfloat16, llama)
+        for hidden in (4096, wide):
+            _note(hidden, torch.bfloat16, gemma)
+            _note(hidden, torch.float16, llama)
+            _note(hidden, torch.float32, gemma)
+            _note(hidden, torch.bfloat16, llama, weighted=False)
+            _note(hidden, torch.bfloat16, llama, needs=(True, False))
+            _note(hidden, torch.bfloat16, llama, needs=(False, True))
+    return cases
+
+
+def _note(
+    hidden: int, dtype: torch.dtype, variant: Variant, weighted: bool = True, needs: tuple[bool, bool] = (True, True)
+) -> None:
+    x = torch.empty(8192, hidden, dtype=dtype, device="meta")
+    weight = torch.empty(hidden, dtype=dtype, device="meta") if weighted else None
+    y, rstd = TritonPrimitives.forward(x, weight, variant)
+    TritonPrimitives.backward(y, x, weight, rstd, variant, needs)

@@ -15,10 +15,10 @@ class Target:
     """One architecture.
 
     Attributes:
-        backend, arch: as Triton's ``GPUTarget`` has them: ``"cuda"`` and the compute capability, ``"hip"`` and the gfx name.
+        backend, arch: as Triton's ``GPUTarget`` has them: ``"cuda"`` and the capability, ``"hip"`` and the gfx name.
         warp_width: threads of a warp (wavefront).
         max_threads_per_block: threads of a block (workgroup).
-        max_shared_bytes: shared memory (LDS) of a block, with the opt-in that Triton makes where more than 48 KiB are asked.
+        max_shared_bytes: shared memory (LDS) of a block, with the opt-in that Triton makes beyond 48 KiB.
         source: where the limits are written.
     """
 

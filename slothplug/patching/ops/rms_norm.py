@@ -86,7 +86,9 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
         if kernel is None:
             yield Left(NAME, name, module, f"no kernel for {device_of(module).type} and {dtype_of(module)}")
             continue
-        yield Site(NAME, name, module, fast_norm, norm, kernel, partial(prove, module, norm, kernel), (key, dtype_of(module)))
+        yield Site(
+            NAME, name, module, fast_norm, norm, kernel, partial(prove, module, norm, kernel), (key, dtype_of(module))
+        )
 
 
 def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

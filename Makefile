@@ -1,0 +1,51 @@
+# make demo    train a small model twice, stock and with the flag, and compare
+# make test    run the tests
+# make lint    ruff and mypy
+#
+# Each sets up what it needs in $(VENV) first: Python 3.11+ with pip is all that has to be there.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+# The release that slothplug is tested on. On Linux the package index may answer with a build of several GB that
+# carries CUDA; on a machine without a GPU PyTorch's CPU build does the same here:
+#   make demo TORCH="torch==2.13.0 --index-url <the index of CPU builds that pytorch.org names>"
+TORCH ?= torch==2.13.0
+
+# As many test processes as there are cores; each computes on one thread.
+WORKERS ?= auto
+TESTS ?= tests
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/slothplug demo
+
+test: $(VENV)/.development
+	$(VENV)/bin/python -m pytest -n $(WORKERS) $(TESTS)
+
+lint: $(VENV)/.development
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build dist slothplug-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# pip from 25.1 on knows dependency groups.
+$(VENV)/.torch: Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "slothplug needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	$(PIP) install $(TORCH)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable '.[demo]'
+	touch $@
+
+$(VENV)/.development: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable '.[demo,triton]' --group test --group lint
+	touch $@

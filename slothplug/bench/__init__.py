@@ -1,0 +1,1 @@
+"""Benchmarks: the real trainers and the bare operations, beside the peers, in one run."""

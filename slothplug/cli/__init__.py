@@ -1,0 +1,1 @@
+"""The command line: ``slothplug demo | doctor | verify | run``."""

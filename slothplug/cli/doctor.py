@@ -1,0 +1,167 @@
+"""``slothplug doctor``: what is here, which backend it means, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+import torch
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+
+import slothplug
+from slothplug.cli.self_test import self_test
+from slothplug.kernels.backend import choose_backend, triton_importable, why_not_triton
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution that slothplug works with, and the versions it is tested on.
+
+    Attributes:
+        name: the distribution's name.
+        needed: training is impossible without it.
+        lowest, below: supported are ``lowest <= version < below``; None where any version will do.
+        use: what it is needed for.
+    """
+
+    name: str
+    use: str
+    needed: bool = False
+    lowest: str | None = None
+    below: str | None = None
+
+    @property
+    def requirement(self) -> str:
+        bounds = [f">={self.lowest}"] * bool(self.lowest) + [f"<{self.below}"] * bool(self.below)
+        return f"pip install '{self.name}{','.join(bounds)}'"
+
+
+PACKAGES = (
+    Package("torch", "everything", needed=True, lowest="2.6"),
+    Package("transformers", "models and Trainer", needed=True, lowest="4.56", below="5.25"),
+    Package("accelerate", "Trainer", needed=True, lowest="1.1"),
+    Package("peft", "LoRA", lowest="0.18", below="0.22"),
+    Package("triton", "kernels on a GPU", lowest="3.2"),
+    Package("trl", "SFTTrainer, DPOTrainer"),
+    Package("bitsandbytes", "8-bit optimisers, quantised bases"),
+    Package("axolotl", "its own runs"),
+    Package("llamafactory", "its own runs"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table; ``state`` "broken" means that training would not work."""
+
+    subject: str
+    found: str
+    state: Literal["ok", "absent", "broken"]
+    advice: str = ""
+
+
+def run_doctor() -> int:
+    """Prints the table; 0 where training would work, else 1."""
+    console = Console()
+    findings = [*_packages(), *_devices(), _plugins()]
+    findings.append(_training(findings))
+    table = Table(title=f"slothplug {slothplug.__version__}, Python {platform.python_version()}", title_justify="left")
+    for column in ("", "found", "state"):
+        table.add_column(column)
+    colour = {"ok": "green", "absent": "dim", "broken": "red"}
+    for finding in findings:
+        table.add_row(finding.subject, finding.found, f"[{colour[finding.state]}]{finding.state}[/]")
+    console.print(table)
+    for finding in findings:
+        if finding.advice:
+            console.print(f"{finding.subject}: {finding.advice}", markup=False, highlight=False)
+    broken = any(finding.state == "broken" for finding in findings)
+    console.print("Training would not work yet." if broken else "Ready to train.", highlight=False)
+    return int(broken)
+
+
+def _packages() -> Iterator[Finding]:
+    for package in PACKAGES:
+        try:
+            version = metadata.version(package.name)
+        except metadata.PackageNotFoundError:
+            yield _absent(package)
+        else:
+            yield judge(package, version)
+
+
+def _absent(package: Package) -> Finding:
+    if package.needed:
+        return Finding(package.name, "not installed", "broken", f"needed for {package.use}: {package.requirement}")
+    wanted = package.name == "peft" or (package.name == "triton" and torch.cuda.is_available())
+    advice = f"for {package.use}: {package.requirement}" if wanted else ""
+    return Finding(package.name, f"not installed ({package.use})", "absent", advice)
+
+
+def judge(package: Package, version: str) -> Finding:
+    """Whether ``version`` of ``package`` is one that slothplug is tested on."""
+    number = Version(version)
+    # A range of minor releases: "5.24.1" and "5.24.0.dev0" belong to 5.24.
+    minor = Version(f"{number.major}.{number.minor}")
+    if package.lowest and minor < Version(package.lowest):
+        reason = f"{version} is older than {package.lowest}, the oldest supported"
+    elif package.below and minor >= Version(package.below):
+        reason = f"{version} is newer than what slothplug was tested on (below {package.below})"
+    else:
+        return Finding(package.name, version, "ok")
+    return Finding(package.name, version, "broken", f"{reason}: {package.requirement}")
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("GPU", "none that PyTorch sees", "absent", _why_no_gpu())
+        yield _backend(torch.device("cpu"))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        yield Finding(
+            f"GPU {index}",
+            f"{properties.name}, {memory}, compute capability {properties.major}.{properties.minor}",
+            "ok",
+        )
+        yield _backend(torch.device("cuda", index))
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"this PyTorch ({torch.__version__}) is for CPUs; with an NVIDIA GPU: pip install --force-reinstall torch"
+        )
+    return "PyTorch is built for GPUs and finds none; see nvidia-smi for the driver. Kernels run in PyTorch on the CPU"
+
+
+def _backend(device: torch.device) -> Finding:
+    reason = why_not_triton(device)
+    advice = ""
+    if reason and device.type == "cuda" and not triton_importable():
+        advice = "without Triton the GPU is served by plain PyTorch: pip install triton"
+    return Finding(
+        f"backend on {device}", f"{choose_backend(device)}" + (f": {reason}" if reason else ""), "ok", advice
+    )
+
+
+def _plugins() -> Finding:
+    manager = slothplug.plugin_manager()
+    names = [name for name, plugin in manager.list_name_plugin() if plugin is not None]
+    return Finding("plugins", ", ".join(names), "ok")
+
+
+def _training(findings: list[Finding]) -> Finding:
+    """One patched training step, where nothing found so far forbids it."""
+    subject = "training step"
+    if any(finding.state == "broken" for finding in findings):
+        return Finding(subject, "not tried", "absent")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return Finding(subject, self_test(device), "ok")
+    except Exception as error:  # the doctor's job is to say what is wrong, whatever it is
+        return Finding(subject, "failed", "broken", f"{type(error).__name__}: {error}")

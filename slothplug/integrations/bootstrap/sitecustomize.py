@@ -1,0 +1,73 @@
+"""What ``slothplug run`` puts in front of a Python process: front doors that open when their module has been imported.
+
+Python imports ``sitecustomize`` at start, and this folder is first on ``PYTHONPATH``. Only the standard library is
+imported here: a process that never imports one of the modules in ``DOORS`` pays for nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DOORS = {
+    "transformers.training_args": ("slothplug.integrations.hf.frontdoor", "open_arguments", "TrainingArguments"),
+    "transformers.trainer": ("slothplug.integrations.hf.frontdoor", "open_trainer", "Trainer"),
+}
+"""Module that is waited for -> our module, its function, and the awaited module's attribute that it is called with."""
+
+
+class DoorFinder:
+    """Finds the modules in ``DOORS`` as the other finders do, and opens their door when they have been executed."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in DOORS:
+            return None
+        for finder in sys.meta_path:
+            find_spec = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find_spec and find_spec(name, path, target)
+            if spec:
+                self._open_after(spec.loader, DOORS[name])
+                return spec
+        return None
+
+    @staticmethod
+    def _open_after(loader: Any, door: tuple[str, str, str]) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            home, function, argument = door
+            try:
+                opener = getattr(importlib.import_module(home), function)
+            except ModuleNotFoundError as error:
+                if error.name != "slothplug":
+                    raise
+                raise ImportError(
+                    f"slothplug run: slothplug is not installed for {sys.executable}. Install it there, or run the "
+                    f"command without 'slothplug run'."
+                ) from None
+            opener(getattr(module, argument))
+
+        # On this loader instance only: the module's spec and loader stay of the classes that others expect.
+        loader.exec_module = exec_module
+
+
+def import_shadowed() -> None:
+    """Runs the ``sitecustomize`` that would have run without this one, if there is one."""
+    here = Path(__file__).parent
+    sys.path[:] = [entry for entry in sys.path if not entry or Path(entry) != here]
+    spec = PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, DoorFinder())
+import_shadowed()

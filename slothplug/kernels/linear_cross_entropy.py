@@ -1,0 +1,689 @@
+"""Linear + cross-entropy: the loss of ``epilogue(hidden @ weight.T + bias)``, whose logits never exist as a whole.
+
+For row i with logits z (after the epilogue), label y, class weights w, V classes, smoothing s and
+lse = log sum_v exp(z_v),
+
+    loss_i = (1 - s) w_y (lse - z_y) + s / V sum_v w_v (lse - z_v) + z_loss lse^2
+    p_v    = exp(z_v - lse)
+    dz_v   = p_v ((1 - s) w_y + s / V sum_u w_u + 2 z_loss lse) - s / V w_v - [v = y] (1 - s) w_y
+
+and zero in both where the label is ``ignore_index``. ``mean`` divides by sum_i w_y of the rows that count. Sources: the
+definition in the documentation of ``torch.nn.CrossEntropyLoss``; the z-loss of Chowdhery et al., "PaLM", 2022.
+
+The pipeline. Rows are taken in chunks, and one buffer of [chunk, V] serves all of them:
+
+    logits = hidden[chunk] @ weight.T + bias     product 1, rounded to the operands' dtype as a linear layer rounds it
+    row kernel                                   lse and loss in float32; overwrites the logits with d logits
+    d hidden[chunk] = d logits @ weight          product 2, where hidden needs a gradient
+    d weight += d logits.T @ hidden[chunk]       product 3, where the weight needs one; accumulated in float32
+    d bias += d logits summed over the rows      where the bias needs one; accumulated in float32
+
+Gradients are computed *ahead*, in the forward, wherever that is exact, and scaled by the upstream gradient in the
+backward: logits are computed once. They are kept unrounded in float32, because a bfloat16 gradient multiplied by, say,
+1 / num_items would be rounded twice. They are computed in the backward instead, from logits made again (one more
+product, nothing but the inputs kept), where the forward cannot know what the rounding of d logits must see:
+
+    reduction "none"    each row has an upstream gradient of its own;
+    float16             the upstream gradient (a loss scale) decides which d logits underflow or overflow;
+    bfloat16 where the device's matrix product cannot return float32 (CPUs, CUDA before torch 2.8).
+
+d logits round to bfloat16 after the division by the number of counted rows, which is what the usual upstream gradient
+will be, so they round as those of the unfused loss do; the relative error of a rounding depends on its factor.
+
+Cost for N rows, H features, V classes, e bytes an element, c chunks: 2 N H V flops a product (one for the loss alone,
+two with a frozen head, three with a trainable one; one more where the gradients are not computed ahead). Traffic beyond
+the operands: the chunk buffer is written by product 1, read by the row kernel (its second pass mostly from L2), written
+by it and read by products 2 and 3: N V e bytes each; d weight is read and written c times, 8 H V bytes each. Memory
+beyond inputs and gradients: the chunk buffer (``chunk_bytes``), 4 N H bytes where the gradient of hidden is kept in
+float32, 4 H V for a weight that is not float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from slothplug.kernels.backend import Backend
+
+Reduction = Literal["mean", "sum", "none"]
+# What a model does to its logits before the loss: ("mul", factor), ("div", divisor), ("tanh", None), ("cast", dtype).
+EpilogueStep = tuple[Literal["mul", "div", "tanh", "cast"], Any]
+
+# Rows of the chunk buffer start at multiples of this many elements, 128 bytes in bfloat16: matrix products and 16-byte
+# loads stay aligned for every vocabulary (Llama's 128256 needs no padding, 65537 does).
+_ROW_ALIGNMENT = 64
+# Chunks are multiples of the tile height of matrix products, so that no product ends in a partial tile but the last.
+_CHUNK_ALIGNMENT = 128
+# Where a product cannot return float32, the weight's gradient takes this many rows at a time: 134 MB of scratch
+# at H = 4096.
+_ACCUMULATION_ROWS = 8192
+# The torch backend works in the loss's dtype on this many logits at a time: 64 MiB a temporary.
+_TORCH_BLOCK = 2**24
+
+
+class Epilogue(NamedTuple):
+    """``outer * tanh(inner * x)``, or ``inner * x`` without ``tanh``; the result's dtype is ``dtype``."""
+
+    inner: float
+    tanh: bool
+    outer: float
+    dtype: torch.dtype
+
+
+class Terms(NamedTuple):
+    """What tells one loss from another. ``class_weight`` is [V]; its sum, 0-d, is given where smoothing needs it."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    epilogue: Epilogue
+    class_weight: torch.Tensor | None
+    class_weight_sum: torch.Tensor | None
+
+
+class Upstream(NamedTuple):
+    """What d logits are multiplied by before they are rounded: ``grad / divisor``, None standing for 1.
+
+    ``grad`` is 0-d or [rows], any stride; ``divisor`` is 0-d.
+    """
+
+    grad: torch.Tensor | None
+    divisor: torch.Tensor | None
+
+
+class Primitives(Protocol):
+    """What a backend implements."""
+
+    def cross_entropy_rows(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        losses: torch.Tensor | None,
+        terms: Terms,
+        upstream: Upstream | None,
+    ) -> None:
+        """Writes the losses into ``losses``, where given, and d logits over the logits, where ``upstream`` is given.
+
+        ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements and the
+        elements between V and the stride may be written too. ``labels`` [rows] are in range or ``ignore_index``;
+        ``losses`` [rows] has the dtype of ``loss_arithmetic``.
+        """
+
+
+class _Options(NamedTuple):
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+    epilogue: Epilogue
+    num_valid: int | None
+    chunk_bytes: int
+    grad_enabled: bool
+
+
+class _Rows(NamedTuple):
+    """The rows that take part: all of ``hidden``, or those that ``keep`` [rows] names; ``labels`` [rows] are theirs."""
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    keep: torch.Tensor | None
+
+    def chunk(self, start: int, stop: int) -> torch.Tensor:
+        return self.hidden[start:stop] if self.keep is None else self.hidden.index_select(0, self.keep[start:stop])
+
+
+class _Head(NamedTuple):
+    """What a sweep over the chunks needs besides its rows."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    terms: Terms
+    chunk_bytes: int
+    primitives: Primitives
+
+
+class _Gradients(NamedTuple):
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    class_weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+    epilogue: Sequence[EpilogueStep] = (),
+    num_valid: int | None = None,
+    chunk_bytes: int = 512 * 2**20,
+    backend: Backend = "torch",
+) -> torch.Tensor:
+    """``F.cross_entropy(epilogue(F.linear(hidden, weight, bias)), labels, ...)``, a chunk of logits at a time.
+
+    Args:
+        hidden: [N, H], floating, any strides. Logits are rounded to its dtype. Under autocast the caller casts the
+            operands.
+        weight: [V, H] of hidden's dtype.
+        labels: [N] int64, not shifted here; each in [0, V) or ``ignore_index``.
+        bias: [V] of hidden's dtype, or None.
+        ignore_index: label of the rows that give no loss and exactly zero gradient.
+        reduction: "mean" (over counted rows, weighted by their class weight as torch does), "sum" or "none".
+        label_smoothing: in [0, 1].
+        class_weight: [V] floating or None; gets no gradient.
+        z_loss: factor of lse^2, which is added to a row's loss (not multiplied by its class weight) and reduced with
+            it.
+        epilogue: the elementwise steps between the product and the loss, in order, with at most one tanh. Computed in
+            float32 without rounding in between.
+        num_valid: number of labels that are not ``ignore_index``, where the caller knows it: ignored rows are then left
+            out of every product. It must be exact; counting here would wait for the device. Too large raises, too
+            small leaves rows out.
+        chunk_bytes: budget of the logits buffer; below one row it is one row. The result does not depend on it beyond
+            the order in which float32 sums are taken.
+        backend: who computes the rows, "torch" or "triton". float64 is always computed by torch.
+
+    Returns:
+        A scalar, or [N] for "none", in the dtype of the logits after the epilogue. With all labels ignored it is nan
+        for "mean" and 0 for the others, and the gradients are zero, also where the upstream gradient is inf or nan.
+        Differentiable once.
+
+    Raises:
+        TypeError: operands of unequal dtype, labels that are not int64, a class weight that is not floating.
+        ValueError: shapes that do not fit, an option out of its range, an epilogue with two tanh.
+        IndexError: on a CPU, a label out of range. On CUDA a device-side assertion, as
+            without fusion.
+    """
+    _check(hidden, weight, labels, bias, class_weight, reduction, label_smoothing, chunk_bytes)
+    options = _Options(
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        _compose(epilogue, hidden.dtype),
+        num_valid,
+        chunk_bytes,
+        torch.is_grad_enabled(),
+    )
+    primitives = _primitives("torch" if loss_arithmetic(hidden.dtype) is torch.float64 else backend)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, class_weight, options, primitives)
+    return loss
+
+
+def loss_arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the loss of logits of ``dtype`` is computed: float32, and float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def split(factor: float) -> tuple[float, float]:
+    """``factor`` as the sum of two float32 numbers.
+
+    x * high + x * low is x * factor with an error that does not have the same sign for every x; x * float32(factor) is
+    not.
+    """
+    high = struct.unpack("f", struct.pack("f", factor))[0]
+    return high, factor - high
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    chunk_bytes: int,
+) -> None:
+    if weight.dtype != hidden.dtype or (bias is not None and bias.dtype != hidden.dtype):
+        names = f"hidden {hidden.dtype}, weight {weight.dtype}" + (f", bias {bias.dtype}" if bias is not None else "")
+        raise TypeError(f"linear_cross_entropy needs operands of one dtype, got {names}")
+    if not hidden.is_floating_point() or labels.dtype != torch.int64:
+        raise TypeError(f"hidden is floating and labels are int64, got {hidden.dtype} and {labels.dtype}")
+    if class_weight is not None and not class_weight.is_floating_point():
+        raise TypeError(f"class_weight is floating, got {class_weight.dtype}")
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or labels.shape != hidden.shape[:1]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (hidden, weight, labels))
+        raise ValueError(f"hidden [N, H], weight [V, H] and labels [N] do not fit: {shapes}")
+    for name, vector in (("bias", bias), ("class_weight", class_weight)):
+        if vector is not None and vector.shape != weight.shape[:1]:
+            raise ValueError(f"{name} is [V] = {tuple(weight.shape[:1])}, got {tuple(vector.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    if chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes is positive, not {chunk_bytes}")
+
+
+def _compose(steps: Sequence[EpilogueStep], dtype: torch.dtype) -> Epilogue:
+    """The steps as one ``Epilogue``; factors are multiplied in float64."""
+    factors, tanh = [1.0, 1.0], False
+    for name, value in steps:
+        if name == "mul":
+            factors[tanh] *= value
+        elif name == "div":
+            factors[tanh] /= value
+        elif name == "cast":
+            dtype = value
+        elif name == "tanh" and not tanh:
+            tanh = True
+        else:
+            raise ValueError(f"an epilogue has steps 'mul', 'div', 'cast' and at most one 'tanh', got {tuple(steps)}")
+    return Epilogue(factors[0], tanh, factors[1], dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        options: _Options,
+        primitives: Primitives,
+    ) -> torch.Tensor:
+        needed = tuple(ctx.needs_input_grad[:3]) if options.grad_enabled else (False, False, False)
+        ahead = any(needed) and options.reduction != "none" and _exact_ahead(hidden)
+        with _no_autocast(hidden.device):
+            rows = _participants(hidden, labels, options)
+            row_weight = _row_weight(rows.labels, class_weight, weight.shape[0], options.ignore_index, hidden.dtype)
+            divisor = _divisor(rows.labels, row_weight, class_weight, options, needed=ahead and _rounds(hidden))
+            losses = torch.empty_like(row_weight)
+            terms = _terms(class_weight, options, row_weight.dtype)
+            head = _Head(weight, bias, terms, options.chunk_bytes, primitives)
+            upstream = Upstream(None, divisor if _rounds(hidden) else None) if ahead else None
+            gradients = _sweep(rows, head, losses, upstream, needed if ahead else (False,) * 3, row_weight.dtype)
+            loss = _reduce(losses, divisor, rows.keep, labels.shape, options)
+        if ahead:
+            ctx.save_for_backward(rows.labels, rows.keep, divisor, *gradients)
+        elif any(needed):
+            ctx.save_for_backward(rows.labels, rows.keep, divisor, hidden, weight, bias, class_weight)
+        ctx.ahead, ctx.options, ctx.primitives = ahead, options, primitives
+        ctx.dtype, ctx.num_rows = hidden.dtype, hidden.shape[0]
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        labels, keep, divisor, *rest = ctx.saved_tensors
+        with _no_autocast(labels.device):
+            if ctx.ahead:
+                gradients = _scale_ahead(_Gradients(*rest), grad_output, labels, divisor, ctx.dtype, ctx.options)
+            else:
+                gradients = _recompute(grad_output, labels, keep, divisor, rest, ctx)
+            grad_hidden = gradients.hidden
+            if grad_hidden is not None and keep is not None:
+                everywhere = grad_hidden.new_zeros(ctx.num_rows, grad_hidden.shape[1])
+                grad_hidden = everywhere.index_copy_(0, keep, grad_hidden)
+        return grad_hidden, gradients.weight, gradients.bias, None, None, None, None
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Operands are already of the dtype that they are to be multiplied in."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _rounds(hidden: torch.Tensor) -> bool:
+    """True where d logits are rounded to less than the loss's arithmetic."""
+    return hidden.dtype != loss_arithmetic(hidden.dtype)
+
+
+def _exact_ahead(hidden: torch.Tensor) -> bool:
+    """True where the gradients may be computed before the upstream gradient is known; see the top of the file."""
+    if not _rounds(hidden):
+        return True
+    return hidden.dtype is torch.bfloat16 and _returns_float32("mm", hidden.device, hidden.dtype)
+
+
+@functools.cache
+def _returns_float32(product: Literal["mm", "addmm"], device: torch.device, dtype: torch.dtype) -> bool:
+    """True where the product takes ``out_dtype``: on CUDA mm since torch 2.8, addmm onto a float32 tensor later."""
+    operand = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
+    try:
+        if product == "mm":
+            torch.mm(operand, operand, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _participants(hidden: torch.Tensor, labels: torch.Tensor, options: _Options) -> _Rows:
+    if options.num_valid is None:
+        return _Rows(hidden, labels, None)
+    # A fill value beyond the rows: where the count was too large, index_select raises (on CUDA, asserts).
+    counted = torch.nonzero_static(labels != options.ignore_index, size=options.num_valid, fill_value=labels.numel())
+    keep = counted.squeeze(1)
+    return _Rows(hidden, labels.index_select(0, keep), keep)
+
+
+def _row_weight(
+    labels: torch.Tensor, class_weight: torch.Tensor | None, vocabulary: int, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Each row's class weight, 0 where it is ignored."""
+    counted = labels != ignore_index
+    _check_labels(labels, counted, vocabulary)
+    if class_weight is None:
+        return counted.to(loss_arithmetic(dtype))
+    chosen = class_weight.to(loss_arithmetic(dtype))[labels.clamp(0, vocabulary - 1)]
+    return torch.where(counted, chosen, 0.0)
+
+
+def _check_labels(labels: torch.Tensor, counted: torch.Tensor, vocabulary: int) -> None:
+    """Raises as ``F.cross_entropy`` does for a label out of range: IndexError on a CPU, a device-side assert on a GPU."""
+    valid = (labels >= 0) & (labels < vocabulary) | ~counted
+    if labels.device.type != "cpu":
+        torch._assert_async(valid.all(), "linear_cross_entropy: a label is out of the range of the vocabulary")
+    elif not valid.all():
+        raise IndexError(f"Target {labels[~valid][0].item()} is out of bounds.")
+
+
+def _divisor(
+    labels: torch.Tensor,
+    row_weight: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    options: _Options,
+    needed: bool,
+) -> torch.Tensor | None:
+    """What ``mean`` divides by; for ``sum``, where ``needed``, the number of counted rows."""
+    if options.reduction == "mean" or (needed and class_weight is None):
+        return row_weight.sum()
+    return (labels != options.ignore_index).sum().to(row_weight.dtype) if needed else None
+
+
+def _terms(class_weight: torch.Tensor | None, options: _Options, arithmetic: torch.dtype) -> Terms:
+    if class_weight is not None:
+        class_weight = class_weight.to(arithmetic).contiguous()
+    smoothed = options.label_smoothing and class_weight is not None
+    return Terms(
+        options.ignore_index,
+        options.label_smoothing,
+        options.z_loss,
+        options.epilogue,
+        class_weight,
+        class_weight.sum() if smoothed and class_weight is not None else None,
+    )
+
+
+def chunk_rows(num_rows: int, vocabulary: int, element_size: int, chunk_bytes: int) -> int:
+    """Rows a chunk: as many as the budget holds, shared evenly among the chunks.
+
+    The default budget of 512 MiB holds 2048 rows of 131072 bfloat16 logits, enough for products at full speed.
+    """
+    most = max(1, chunk_bytes // (_aligned(vocabulary, _ROW_ALIGNMENT) * element_size))
+    if most < _CHUNK_ALIGNMENT:
+        return most
+    most -= most % _CHUNK_ALIGNMENT
+    num_rows = max(1, num_rows)
+    chunks = -(-num_rows // most)
+    return _aligned(-(-num_rows // chunks), _CHUNK_ALIGNMENT)
+
+
+def _aligned(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _sweep(
+    rows: _Rows,
+    head: _Head,
+    losses: torch.Tensor | None,
+    upstream: Upstream | None,
+    needed: tuple[bool, ...],
+    hidden_dtype: torch.dtype,
+) -> _Gradients:
+    """One pass over the chunks: losses where asked, and the gradients ``needed`` of (hidden, weight, bias).
+
+    Gradients of the weight and the bias are in the loss's arithmetic, that of hidden is in ``hidden_dtype``.
+    """
+    weight, count = head.weight, rows.labels.shape[0]
+    vocabulary, width = weight.shape
+    arithmetic = loss_arithmetic(weight.dtype)
+    grad_hidden = weight.new_empty(count, width, dtype=hidden_dtype) if needed[0] else None
+    # The first chunk overwrites it; where there is no chunk it must be zero all the same.
+    new_weight = weight.new_empty if count else weight.new_zeros
+    grad_weight = new_weight(weight.shape, dtype=arithmetic) if needed[1] else None
+    grad_bias = weight.new_zeros(vocabulary, dtype=arithmetic) if needed[2] else None
+
+    step = chunk_rows(count, vocabulary, weight.element_size(), head.chunk_bytes)
+    buffer = weight.new_empty(min(step, count), _aligned(vocabulary, _ROW_ALIGNMENT))[:, :vocabulary]
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        chunk, labels, logits = rows.chunk(start, stop), rows.labels[start:stop], buffer[: stop - start]
+        _project(chunk, head, logits)
+        row_losses = None if losses is None else losses[start:stop]
+        head.primitives.cross_entropy_rows(logits, labels, row_losses, head.terms, _slice(upstream, start, stop))
+        if grad_hidden is not None:
+            _product(logits, weight, grad_hidden[start:stop])
+        if grad_weight is not None:
+            _accumulate(grad_weight, logits.t(), chunk, first=start == 0)
+        if grad_bias is not None:
+            grad_bias += logits.sum(0, dtype=arithmetic)
+    return _Gradients(grad_hidden, grad_weight, grad_bias)
+
+
+def _project(chunk: torch.Tensor, head: _Head, out: torch.Tensor) -> None:
+    if head.bias is None:
+        torch.mm(chunk, head.weight.t(), out=out)
+    else:
+        torch.addmm(head.bias, chunk, head.weight.t(), out=out)
+
+
+def _slice(upstream: Upstream | None, start: int, stop: int) -> Upstream | None:
+    if upstream is None or upstream.grad is None or upstream.grad.ndim == 0:
+        return upstream
+    return Upstream(upstream.grad[start:stop], upstream.divisor)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
+    """``total += a @ b``, for the ``first`` ``total = a @ b``; nothing is rounded to less than total's dtype."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=0 if first else 1, out=total)
+    elif _returns_float32("addmm", a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)
+    else:
+        _accumulate_by_rows(total, a, b, first)
+
+
+def _accumulate_by_rows(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
+    """The same where addmm cannot: some rows of ``total`` at a time, so that the scratch stays far below its size."""
+    native = _returns_float32("mm", a.device, a.dtype)
+    b = b if native else b.to(total.dtype)
+    for block, part in zip(total.split(_ACCUMULATION_ROWS), a.split(_ACCUMULATION_ROWS), strict=True):
+        if not native:
+            torch.addmm(block, part.to(total.dtype), b, beta=0 if first else 1, out=block)
+        elif first:
+            torch.mm(part, b, out_dtype=total.dtype, out=block)
+        else:
+            block += torch.mm(part, b, out_dtype=total.dtype)
+
+
+def _reduce(
+    losses: torch.Tensor,
+    divisor: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    shape: torch.Size,
+    options: _Options,
+) -> torch.Tensor:
+    if options.reduction == "none":
+        loss = losses if keep is None else losses.new_zeros(shape).index_copy_(0, keep, losses)
+    else:
+        loss = losses.sum()
+        if options.reduction == "mean" and divisor is not None:
+            loss = loss / divisor
+    return loss.to(options.epilogue.dtype)
+
+
+def _scale_ahead(
+    ahead: _Gradients,
+    grad_output: torch.Tensor,
+    labels: torch.Tensor,
+    divisor: torch.Tensor | None,
+    dtype: torch.dtype,
+    options: _Options,
+) -> _Gradients:
+    """The forward's gradients times the upstream gradient; one rounding, to ``dtype``, and out of place."""
+    arithmetic = loss_arithmetic(dtype)
+    scale = grad_output.to(arithmetic)
+    divided = dtype != arithmetic
+    if options.reduction == "sum" and divided and divisor is not None:
+        scale = scale * divisor
+    elif options.reduction == "mean" and not divided and divisor is not None:
+        scale = scale / divisor
+    # Loss / num_items with no item has an upstream gradient of inf, and a row without loss a gradient of 0 all the
+    # same.
+    counted = labels != options.ignore_index
+    row_scale = torch.where(counted, scale, 0.0).unsqueeze(1) if ahead.hidden is not None else scale
+    scale = torch.where(counted.any(), scale, 0.0)
+    return _Gradients(
+        _scaled(ahead.hidden, row_scale, dtype), _scaled(ahead.weight, scale, dtype), _scaled(ahead.bias, scale, dtype)
+    )
+
+
+def _scaled(gradient: torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _recompute(
+    grad_output: torch.Tensor,
+    labels: torch.Tensor,
+    keep: torch.Tensor | None,
+    divisor: torch.Tensor | None,
+    operands: Sequence[Any],
+    ctx: Any,
+) -> _Gradients:
+    """The gradients from logits made once more, each rounded as those of the unfused loss are."""
+    hidden, weight, bias, class_weight = operands
+    options: _Options = ctx.options
+    grad = grad_output if keep is None or grad_output.ndim == 0 else grad_output.index_select(0, keep)
+    terms = _terms(class_weight, options, loss_arithmetic(hidden.dtype))
+    head = _Head(weight, bias, terms, options.chunk_bytes, ctx.primitives)
+    rows = _Rows(hidden, labels, keep)
+    gradients = _sweep(rows, head, None, Upstream(grad, divisor), ctx.needs_input_grad[:3], hidden.dtype)
+    return _Gradients(*(None if gradient is None else gradient.to(hidden.dtype) for gradient in gradients))
+
+
+class _TorchPrimitives:
+    @staticmethod
+    def cross_entropy_rows(
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        losses: torch.Tensor | None,
+        terms: Terms,
+        upstream: Upstream | None,
+    ) -> None:
+        step = max(1, _TORCH_BLOCK // logits.shape[1])
+        for start in range(0, logits.shape[0], step):
+            block, stop = logits[start : start + step], start + step
+            loss, gradient = _block(block, labels[start:stop], terms, _slice(upstream, start, stop))
+            if losses is not None:
+                losses[start:stop] = loss
+            if gradient is not None:
+                block.copy_(gradient)
+
+
+def _block(
+    logits: torch.Tensor, labels: torch.Tensor, terms: Terms, upstream: Upstream | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Losses [rows] and, with ``upstream``, d logits [rows, V] of a few rows, in the loss's arithmetic."""
+    counted = labels != terms.ignore_index
+    target = torch.where(counted, labels, 0).unsqueeze(1)
+    nll_share: Any = 1.0 - terms.label_smoothing
+    if terms.class_weight is not None:
+        nll_share = nll_share * terms.class_weight[target]
+    smooth_share = terms.label_smoothing / logits.shape[1]
+    weight_sum = logits.shape[1] if terms.class_weight_sum is None else terms.class_weight_sum
+
+    z, tanh = _apply_epilogue(logits.to(loss_arithmetic(logits.dtype)), terms.epilogue)
+    top = z.amax(1, keepdim=True)
+    shifted = z - top
+    picked = shifted.gather(1, target)
+    if smooth_share:
+        spread = shifted if terms.class_weight is None else shifted * terms.class_weight
+        spread = spread.sum(1, keepdim=True)
+    p = shifted.exp_()
+    total = p.sum(1, keepdim=True)
+    log_total = total.log()
+    lse = top + log_total
+
+    loss, slope = nll_share * (log_total - picked), nll_share
+    if smooth_share:
+        loss = loss + smooth_share * (weight_sum * log_total - spread)
+        slope = slope + smooth_share * weight_sum
+    if terms.z_loss:
+        loss = loss + terms.z_loss * lse.square()
+        slope = slope + 2.0 * terms.z_loss * lse
+    loss = torch.where(counted, loss.squeeze(1), 0.0)
+    if upstream is None:
+        return loss, None
+
+    gradient = p.div_(total).mul_(slope)
+    if smooth_share:
+        gradient -= smooth_share if terms.class_weight is None else smooth_share * terms.class_weight
+    gradient.scatter_(1, target, gradient.gather(1, target) - nll_share)
+    _multiply_upstream(gradient, upstream)
+    if tanh is not None:
+        gradient *= 1.0 - tanh.square()
+    gradient = _times(gradient, terms.epilogue.inner * terms.epilogue.outer)
+    return loss, gradient.masked_fill_(~counted.unsqueeze(1), 0.0)
+
+
+def _apply_epilogue(x: torch.Tensor, epilogue: Epilogue) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits after the epilogue, and the tanh in it."""
+    x = _times(x, epilogue.inner)
+    if not epilogue.tanh:
+        return x, None
+    tanh = torch.tanh(x)
+    return _times(tanh, epilogue.outer), tanh
+
+
+def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    if factor == 1.0:
+        return x
+    high, low = split(factor)
+    return torch.add(x * high, x, alpha=low)
+
+
+def _multiply_upstream(gradient: torch.Tensor, upstream: Upstream) -> None:
+    grad, divisor = upstream
+    if grad is None and divisor is None:
+        return
+    scale: Any = 1.0 if grad is None else grad.to(gradient.dtype)
+    scale = scale if divisor is None else scale / divisor
+    gradient *= scale if scale.ndim == 0 else scale.unsqueeze(1)
+
+
+@functools.cache
+def _primitives(backend: Backend) -> Primitives:
+    if backend == "torch":
+        return _TorchPrimitives()
+    if backend == "triton":
+        from slothplug.kernels.triton.cross_entropy import TritonPrimitives
+
+        return TritonPrimitives()
+    raise ValueError(f"backend is 'torch' or 'triton', not {backend!r}")

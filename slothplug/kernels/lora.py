@@ -1,0 +1,324 @@
+"""LoRA linears that share an input: y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T, in one autograd node.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. With A = [A_1; ..; A_n] stacked,
+
+    S    = x A^T                                   one product for all n
+    y_i  = s_i S_i B_i^T + b_i + s_i c_i           c_i is the bias of the adapter's second layer, where it has one
+    y_i += x W_i^T                                 accumulated on it in float32 by the same product
+
+so that no pass over y is spent on scaling or adding. Backward, with g_i the gradient of y_i:
+
+    dS_i = s_i g_i B_i        dA = dS^T x          one product for all n
+    dB_i = s_i g_i^T S_i      dx = dS A + sum_i g_i W_i          accumulated into one buffer
+    dW_i = g_i^T x            db_i = sum of g_i's rows,  dc_i = s_i db_i
+
+The scale is a factor of the products (``alpha``), never of a tensor. Where the adapters are given another input x' than
+x (x after dropout), S, dA and dS A belong to x' and the rest to x.
+
+Dtypes are PEFT's. Under autocast, or where all is of one dtype, every product is made in that dtype. Outside autocast,
+adapters of another dtype than x multiply in their own, and x W^T is rounded to x's dtype before the sum, as PEFT does.
+A's and B's gradients have A's and B's dtype.
+
+Cost for x [N, K], W_i [O_i, K], rank r_i, e bytes an element: forward 2 N K O_i + 2 N r_i (K + O_i) flops, of which the
+first term is the base layer's own; it reads x twice in all and writes y_i twice. Backward is twice that, less the dW_i
+of frozen weights. Kept for backward: x once, S [N, sum r_i], and references to (or casts of) W, A and B.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Precision = Literal["peft", "compute"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Operand(NamedTuple):
+    """One LoRA linear. The base layer and both parts of the adapter may be trainable or frozen.
+
+    Attributes:
+        weight: [O, K], the base layer's.
+        bias: [O] or None, the base layer's.
+        a: [r, K].
+        b: [O, r], of a's dtype.
+        scaling: factor of the adapter's output.
+        b_bias: [O] or None, added to S B^T before the scaling.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    b_bias: torch.Tensor | None = None
+
+
+class _Plan(NamedTuple):
+    """What is not a tensor."""
+
+    scalings: tuple[float, ...]
+    base_dtype: torch.dtype
+    adapter_dtype: torch.dtype
+
+
+def lora_linear(
+    x: torch.Tensor,
+    operands: Sequence[Operand],
+    *,
+    adapter_input: torch.Tensor | None = None,
+    precision: Precision = "peft",
+) -> tuple[torch.Tensor, ...]:
+    """Applies LoRA linears that share an input.
+
+    Args:
+        x: [..., K], float32, float16 or bfloat16, any strides.
+        operands: one or more, of any ranks and output sizes.
+        adapter_input: x' [..., K], what the adapters read instead of x: x after dropout. None where they read x.
+        precision: "peft" keeps PEFT's dtypes; "compute" casts the adapters to x's dtype outside autocast.
+
+    Returns:
+        One [..., O_i] for each operand, of autocast's dtype where that is on and of x's otherwise. Differentiable once
+        in every tensor. The gradients of the A's may share one storage, without overlap.
+
+    Raises:
+        TypeError: a dtype other than the three, adapters of unequal dtypes, or, outside autocast, base weights of
+            another dtype than x.
+        ValueError: no operand.
+    """
+    if not operands:
+        raise ValueError("lora_linear needs at least one operand")
+    plan = _plan(x, operands, precision)
+    tensors = [tensor for o in operands for tensor in (o.weight, o.bias, o.a, o.b, o.b_bias)]
+    outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(x, adapter_input, plan, *tensors)
+    return outputs
+
+
+def _plan(x: torch.Tensor, operands: Sequence[Operand], precision: Precision) -> _Plan:
+    adapter_dtype = operands[0].a.dtype
+    if x.dtype not in DTYPES or adapter_dtype not in DTYPES:
+        raise TypeError(f"lora_linear takes float32, float16 and bfloat16, not {x.dtype}, adapters of {adapter_dtype}")
+    if any(o.a.dtype != adapter_dtype or o.b.dtype != adapter_dtype for o in operands):
+        raise TypeError("adapters of unequal dtypes cannot share a node")
+    scalings = tuple(o.scaling for o in operands)
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        return _Plan(scalings, dtype, dtype)
+    if any(o.weight.dtype != x.dtype for o in operands):
+        raise TypeError(f"x is {x.dtype} and a base weight is not; autocast is off")
+    return _Plan(scalings, x.dtype, x.dtype if precision == "compute" else adapter_dtype)
+
+
+class _LoraLinear(torch.autograd.Function):
+    """Inputs: x, x' or None, the plan, then weight, bias, a, b, b_bias of each operand.
+
+    Every product is made by an in-place or ``out=`` call: those are not subject to autocast, so an autocast region
+    around backward changes nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, adapter_input: torch.Tensor | None, plan: _Plan, *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases, a, b, b_biases = (tensors[i::5] for i in range(5))
+        base, low = plan.base_dtype, plan.adapter_dtype
+        rows = _cast(_flat(x), base)
+        low_rows = _cast(rows if adapter_input is None else _flat(adapter_input), low)
+        weights_c = [_cast(weight, base) for weight in weights]
+        a_c = _cast(a[0] if len(a) == 1 else torch.cat(a), low)
+        b_c = [_cast(second, low) for second in b]
+        ranks = [first.shape[0] for first in a]
+
+        s = _product(low_rows, a_c.t())
+        s_parts = _columns(s, ranks)
+        parts = zip(s_parts, weights_c, biases, b_c, b_biases, plan.scalings, strict=True)
+        outputs = [
+            _project(rows, s_i, weight, bias, b_i, b_bias, scaling, base).view(*x.shape[:-1], weight.shape[0])
+            for s_i, weight, bias, b_i, b_bias, scaling in parts
+        ]
+
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        needs_weight, needs_a, needs_b = any(needs[0::5]), any(needs[2::5]), any(needs[3::5])
+        reads_x = needs_weight or (needs_a and adapter_input is None)
+        ctx.save_for_backward(
+            rows if reads_x else None,
+            low_rows if needs_a and adapter_input is not None else None,
+            s if needs_b else None,
+            a_c,
+            *b_c,
+            *(weights_c if needs_x else ()),
+        )
+        ctx.plan, ctx.shape = plan, x.shape
+        ctx.ranks = ranks
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        ctx.x_dtype, ctx.low_dtype = x.dtype, None if adapter_input is None else adapter_input.dtype
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[torch.Tensor | None, ...]:
+        plan, n = ctx.plan, len(grad_outputs)
+        needs_x, needs_low, _, *needs = ctx.needs_input_grad
+        grads: list[torch.Tensor | None] = [None] * len(needs)
+        if all(grad is None for grad in grad_outputs):
+            return (None, None, None, *grads)
+        rows, low_rows, s, a, *rest = ctx.saved_tensors
+        b, weights = rest[:n], rest[n:]
+        g = [None if grad is None else _rows(grad) for grad in grad_outputs]
+        low_g = [None if g_i is None else _cast(g_i, plan.adapter_dtype) for g_i in g]
+
+        ds: Any = None
+        if needs_x or needs_low or any(needs[2::5]):
+            ds = _grad_s(low_g, b, plan.scalings, ctx.ranks)
+        if any(needs[2::5]):
+            low_rows = _cast(rows, plan.adapter_dtype) if low_rows is None else low_rows
+            grads[2::5] = _product(ds.t(), low_rows, ctx.dtypes[2]).split(ctx.ranks)
+        s_parts: Sequence[Any] = _columns(s, ctx.ranks) if s is not None else [None] * n
+        for i, (g_i, low_g_i, s_i, scaling) in enumerate(zip(g, low_g, s_parts, plan.scalings, strict=True)):
+            at = 5 * i
+            if g_i is None or not needs[at + 2]:
+                grads[at + 2] = None
+            if g_i is None or low_g_i is None:
+                continue
+            if needs[at]:
+                grads[at] = _product(g_i.t(), rows, ctx.dtypes[at])
+            if needs[at + 1]:
+                grads[at + 1] = g_i.sum(0, dtype=ctx.dtypes[at + 1])
+            if needs[at + 3]:
+                grads[at + 3] = _product(low_g_i.t(), s_i, ctx.dtypes[at + 3], scaling)
+            if needs[at + 4]:
+                grads[at + 4] = low_g_i.sum(0, dtype=torch.float32).mul_(scaling).to(ctx.dtypes[at + 4])
+
+        grad_x = grad_low = None
+        if needs_low:
+            grad_low = _cast(_product(ds, a), ctx.low_dtype).view(ctx.shape)
+        if needs_x:
+            low_part = _product(ds, a) if ctx.low_dtype is None else None
+            grad_x = _grad_x(low_part, g, weights, plan.base_dtype, ctx.x_dtype).view(ctx.shape)
+        return (grad_x, grad_low, None, *grads)
+
+
+def _project(
+    rows: torch.Tensor,
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    b: torch.Tensor,
+    b_bias: torch.Tensor | None,
+    scaling: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One y [N, O] of ``dtype``. The adapter comes first: the base product is then added to it before any rounding."""
+    y = s.new_empty((rows.shape[0], weight.shape[0]))
+    same = s.dtype == dtype
+    shift = _shift(bias if same else None, b_bias, scaling, s.dtype)
+    if shift is not None:
+        y.copy_(shift)
+    y.addmm_(s, b.t(), beta=0 if shift is None else 1, alpha=scaling)
+    if same:
+        return y.addmm_(rows, weight.t())
+    base = _product(rows, weight.t()) if bias is None else _biased_product(rows, weight.t(), bias.to(dtype))
+    return torch.add(base, y, out=base)
+
+
+def _shift(
+    bias: torch.Tensor | None, b_bias: torch.Tensor | None, scaling: float, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The row that is added to every row of y, or None."""
+    if b_bias is None:
+        return bias
+    scaled = b_bias.float() * scaling
+    return (scaled if bias is None else scaled.add_(bias)).to(dtype)
+
+
+def _grad_s(
+    g: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor], scalings: Sequence[float], ranks: Sequence[int]
+) -> torch.Tensor:
+    """The gradient of S, [N, sum r]; zero in the columns of outputs that nobody used."""
+    used = next(g_i for g_i in g if g_i is not None)
+    ds = used.new_empty((used.shape[0], sum(ranks)))
+    for part, g_i, b_i, scaling in zip(_columns(ds, ranks), g, b, scalings, strict=True):
+        if g_i is None:
+            part.zero_()
+        else:
+            part.addmm_(g_i, b_i, beta=0, alpha=scaling)
+    return ds
+
+
+def _grad_x(
+    low_part: torch.Tensor | None,
+    g: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The gradient of x [N, K]: ``low_part`` plus the base layers' products.
+
+    Where x is float32 and the products are not (autocast), the products of siblings are summed in float32, as autograd
+    sums the gradients of an x that was cast once for each of them.
+    """
+    total = None if low_part is None else _cast(low_part, dtype)
+    first = True
+    for g_i, weight in zip(g, weights, strict=True):
+        if g_i is None:
+            continue
+        if total is None:
+            total = _product(g_i, weight)
+        elif first or x_dtype == dtype:
+            total.addmm_(g_i, weight)
+        else:
+            total = _cast(total, torch.float32).add_(_product(g_i, weight))
+        first = False
+    assert total is not None  # the caller returned where every gradient is None
+    return _cast(total, x_dtype)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor.to(dtype)``; where there is nothing to do, without a call that costs more than the comparison."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] as [N, K]."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _columns(stacked: torch.Tensor, ranks: Sequence[int]) -> Sequence[torch.Tensor]:
+    """The columns of S that belong to each operand."""
+    return (stacked,) if len(ranks) == 1 else torch.split_with_sizes(stacked, ranks, 1)
+
+
+def _rows(grad: torch.Tensor) -> torch.Tensor:
+    """[N, O], dense: several products read it, and each would copy an expanded gradient for itself."""
+    return _flat(grad).contiguous()
+
+
+def _product(
+    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype | None = None, scaling: float = 1.0
+) -> torch.Tensor:
+    """``scaling * left @ right`` in ``dtype`` (theirs where None), accumulated in float32."""
+    if dtype is torch.float32 and left.dtype is not dtype and _can_widen(left.device.type):
+        wide = torch.mm(left, right, out_dtype=dtype)
+        return wide if scaling == 1.0 else wide.mul_(scaling)
+    out = left.new_empty((left.shape[0], right.shape[1]))
+    if scaling == 1.0:
+        torch.mm(left, right, out=out)
+    else:
+        out.addmm_(left, right, beta=0, alpha=scaling)
+    return out if dtype is None else _cast(out, dtype)
+
+
+def _biased_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(bias, left, right, out=left.new_empty((left.shape[0], right.shape[1])))
+
+
+@functools.cache
+def _can_widen(device_type: str) -> bool:
+    """Whether half-precision products can leave as float32 without a rounding in between: torch 2.8 on CUDA."""
+    return device_type == "cuda" and torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads()

@@ -1,0 +1,289 @@
+"""Rotary position embedding on Triton. Formulas and byte counts: slothplug/kernels/rotary.py.
+
+One program rotates all heads of q and of k at one token, so the tables are read once a token, and one launch serves
+both. Every tensor is addressed through its strides: neither the transposed views that attention works on nor a
+gradient that autograd expanded is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from slothplug.kernels.rotary import Pair, Rotation
+from slothplug.kernels.triton.launch import launch
+from slothplug.kernels.triton.offline import OfflineCase, noted_launches
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch knobs of tiles of at most ``elements`` elements (heads times rotated width)."""
+
+    elements: int
+    num_warps: int
+
+
+# 16 elements a thread: a 16-byte load of bfloat16 for each half of the pairs. A tile of 4096 elements is 32 heads of
+# 128; more heads take another turn of the loop, as larger tiles would leave too few programs on a multiprocessor.
+_TILES = (Tile(elements=512, num_warps=1), Tile(elements=2048, num_warps=4), Tile(elements=4096, num_warps=8))
+
+
+def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
+    """Writes the rotated first tensor of each pair into the second; one pair or two, in one launch."""
+    if sin.stride() != cos.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    (x, y), (x2, y2) = pairs[0], pairs[1] if len(pairs) == 2 else (None, None)
+    batch, heads, tokens, head_dim = x.shape
+    heads_2 = x2.shape[1] if x2 is not None else 1
+    strides_2 = (*x2.stride(), *y2.stride()) if x2 is not None and y2 is not None else (0,) * 8
+    width = triton.next_power_of_2(rotation.width)
+    block = min(triton.next_power_of_2(heads), max(1, _TILES[-1].elements // width))
+    block_2 = min(triton.next_power_of_2(heads_2), block)
+    tile = next((tile for tile in _TILES if block * width <= tile.elements), _TILES[-1])
+    table_strides = (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1), cos.stride(2))
+    launch(
+        _rotate,
+        (batch * tokens,),
+        x.device,
+        *(x, y, x2, y2, cos, sin, tokens, *x.stride(), *y.stride(), *strides_2, *table_strides),
+        HEADS=heads,
+        HEADS_2=heads_2,
+        HEAD_DIM=head_dim,
+        START=rotation.start,
+        WIDTH=rotation.width,
+        READS_INTERLEAVED=rotation.reads_interleaved,
+        WRITES_INTERLEAVED=rotation.writes_interleaved,
+        TABLE_STRIDE=2 if rotation.table == "neighbours" else 1,
+        TABLE_SECOND={"halves": rotation.width // 2, "neighbours": 1, "shared": 0}[rotation.table],
+        TRANSPOSED=rotation.transposed,
+        BLOCK=block,
+        BLOCK_2=block_2,
+        PAIRS=width // 2,
+        REST=triton.next_power_of_2(head_dim - rotation.width) if rotation.width < head_dim else 0,
+        num_warps=tile.num_warps,
+    )
+
+
+@triton.jit
+def _load_pairs(
+    row_ptr: tl.tensor,
+    row_mask: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The first and the second elements of all pairs of some heads, [heads, PAIRS] float32 each."""
+    if INTERLEAVED:
+        # One contiguous load, split in registers; two loads of every other element would fetch each sector twice.
+        i = tl.arange(0, 2 * PAIRS)
+        x = tl.load(row_ptr + i.to(tl.int64)[None, :] * stride, mask=row_mask & (i < WIDTH)[None, :], other=0.0)
+        x0, x1 = tl.split(tl.reshape(x, (x.shape[0], PAIRS, 2)))
+    else:
+        i = tl.arange(0, PAIRS)
+        mask = row_mask & (i < WIDTH // 2)[None, :]
+        x0 = tl.load(row_ptr + i.to(tl.int64)[None, :] * stride, mask=mask, other=0.0)
+        x1 = tl.load(row_ptr + (i + WIDTH // 2).to(tl.int64)[None, :] * stride, mask=mask, other=0.0)
+    return x0.to(tl.float32), x1.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(
+    row_ptr: tl.tensor,
+    row_mask: tl.tensor,
+    stride: tl.tensor,
+    y0: tl.tensor,
+    y1: tl.tensor,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> None:
+    if INTERLEAVED:
+        i = tl.arange(0, 2 * PAIRS)
+        y = tl.interleave(y0, y1)
+        tl.store(row_ptr + i.to(tl.int64)[None, :] * stride, y, mask=row_mask & (i < WIDTH)[None, :])
+    else:
+        i = tl.arange(0, PAIRS)
+        mask = row_mask & (i < WIDTH // 2)[None, :]
+        tl.store(row_ptr + i.to(tl.int64)[None, :] * stride, y0, mask=mask)
+        tl.store(row_ptr + (i + WIDTH // 2).to(tl.int64)[None, :] * stride, y1, mask=mask)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    x_stride_head: tl.tensor,
+    x_stride_dim: tl.tensor,
+    y_stride_head: tl.tensor,
+    y_stride_dim: tl.tensor,
+    c0: tl.tensor,
+    c1: tl.tensor,
+    s0: tl.tensor,
+    s1: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    READS_INTERLEAVED: tl.constexpr,
+    WRITES_INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+) -> None:
+    """All heads of one tensor at one token, BLOCK heads a turn; the pointers point at the token's first element."""
+    for first in range(0, HEADS, BLOCK):
+        head = first + tl.arange(0, BLOCK)
+        mask = (head < HEADS)[:, None]
+        x_row = x_ptr + head.to(tl.int64)[:, None] * x_stride_head
+        y_row = y_ptr + head.to(tl.int64)[:, None] * y_stride_head
+        x0, x1 = _load_pairs(x_row + START * x_stride_dim, mask, x_stride_dim, WIDTH, PAIRS, READS_INTERLEAVED)
+        if TRANSPOSED:
+            y0 = x0 * c0 + x1 * s1
+            y1 = x1 * c1 - x0 * s0
+        else:
+            y0 = x0 * c0 - x1 * s0
+            y1 = x1 * c1 + x0 * s1
+        y_start = y_row + START * y_stride_dim
+        _store_pairs(y_start, mask, y_stride_dim, y0, y1, WIDTH, PAIRS, WRITES_INTERLEAVED)
+        if REST > 0:
+            # What is not rotated lies after the rotated elements, or before them.
+            i = tl.arange(0, REST)
+            rest = ((WIDTH if START == 0 else 0) + i).to(tl.int64)[None, :]
+            rest_mask = mask & (i < HEAD_DIM - WIDTH)[None, :]
+            tl.store(y_row + rest * y_stride_dim, tl.load(x_row + rest * x_stride_dim, mask=rest_mask), mask=rest_mask)
+
+
+@triton.jit
+def _rotate(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    x2_ptr: tl.tensor,
+    y2_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    tokens: tl.tensor,
+    x_stride_batch: tl.tensor,
+    x_stride_head: tl.tensor,
+    x_stride_token: tl.tensor,
+    x_stride_dim: tl.tensor,
+    y_stride_batch: tl.tensor,
+    y_stride_head: tl.tensor,
+    y_stride_token: tl.tensor,
+    y_stride_dim: tl.tensor,
+    x2_stride_batch: tl.tensor,
+    x2_stride_head: tl.tensor,
+    x2_stride_token: tl.tensor,
+    x2_stride_dim: tl.tensor,
+    y2_stride_batch: tl.tensor,
+    y2_stride_head: tl.tensor,
+    y2_stride_token: tl.tensor,
+    y2_stride_dim: tl.tensor,
+    table_stride_batch: tl.tensor,
+    table_stride_token: tl.tensor,
+    table_stride_dim: tl.tensor,
+    HEADS: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    READS_INTERLEAVED: tl.constexpr,
+    WRITES_INTERLEAVED: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    TABLE_SECOND: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_2: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+) -> None:
+    batch = tl.program_id(0).to(tl.int64) // tokens
+    token = tl.program_id(0).to(tl.int64) % tokens
+    pair = tl.arange(0, PAIRS)
+    mask = pair < WIDTH // 2
+    row = batch * table_stride_batch + token * table_stride_token
+    entry = row + (pair * TABLE_STRIDE).to(tl.int64) * table_stride_dim
+    c0 = tl.load(cos_ptr + entry, mask=mask, other=0.0).to(tl.float32)[None, :]
+    s0 = tl.load(sin_ptr + entry, mask=mask, other=0.0).to(tl.float32)[None, :]
+    c1, s1 = c0, s0
+    if TABLE_SECOND > 0:
+        entry += TABLE_SECOND * table_stride_dim
+        c1 = tl.load(cos_ptr + entry, mask=mask, other=0.0).to(tl.float32)[None, :]
+        s1 = tl.load(sin_ptr + entry, mask=mask, other=0.0).to(tl.float32)[None, :]
+    _rotate_heads(
+        x_ptr + batch * x_stride_batch + token * x_stride_token,
+        y_ptr + batch * y_stride_batch + token * y_stride_token,
+        x_stride_head,
+        x_stride_dim,
+        y_stride_head,
+        y_stride_dim,
+        c0,
+        c1,
+        s0,
+        s1,
+        HEADS,
+        HEAD_DIM,
+        START,
+        WIDTH,
+        READS_INTERLEAVED,
+        WRITES_INTERLEAVED,
+        TRANSPOSED,
+        BLOCK,
+        PAIRS,
+        REST,
+    )
+    if x2_ptr is not None:
+        _rotate_heads(
+            x2_ptr + batch * x2_stride_batch + token * x2_stride_token,
+            y2_ptr + batch * y2_stride_batch + token * y2_stride_token,
+            x2_stride_head,
+            x2_stride_dim,
+            y2_stride_head,
+            y2_stride_dim,
+            c0,
+            c1,
+            s0,
+            s1,
+            HEADS_2,
+            HEAD_DIM,
+            START,
+            WIDTH,
+            READS_INTERLEAVED,
+            WRITES_INTERLEAVED,
+            TRANSPOSED,
+            BLOCK_2,
+            PAIRS,
+            REST,
+        )
+
+
+def offline_cases() -> list[OfflineCase]:
+    """Each tile; each layout, table and direction; partial rotation, one tensor alone, and each dtype."""
+    llama = Rotation(0, 128, reads_interleaved=False, writes_interleaved=False, table="halves")
+    cohere = Rotation(0, 128, reads_interleaved=True, writes_interleaved=True, table="neighbours")
+    deepseek = Rotation(0, 64, reads_interleaved=True, writes_interleaved=False, table="shared")
+    partial = Rotation(0, 20, reads_interleaved=False, writes_interleaved=False, table="halves")
+    with noted_launches() as cases:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            _note(32, 8, 128, dtype, llama)
+        _note(14, 2, 64, torch.bfloat16, llama._replace(width=64))
+        _note(4, None, 128, torch.bfloat16, llama)
+        for rotation in (llama.transpose(), cohere, cohere.transpose(), deepseek, deepseek.transpose()):
+            _note(32, 8, rotation.width, torch.bfloat16, rotation)
+        for start in (0, 60):
+            _note(32, 32, 80, torch.bfloat16, partial._replace(start=start))
+    return cases
+
+
+def _note(heads: int, heads_2: int | None, head_dim: int, dtype: torch.dtype, rotation: Rotation) -> None:
+    def pair(heads: int) -> Pair:
+        x = torch.empty(4, 2048, heads, head_dim, dtype=dtype, device="meta").transpose(1, 2)
+        return x, torch.empty_like(x)
+
+    table = torch.empty(1, 2048, rotation.width // 2 if rotation.table == "shared" else rotation.width, device="meta")
+    rotate([pair(heads), *([] if heads_2 is None else [pair(heads_2)])], table, table, rotation)

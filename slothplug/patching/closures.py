@@ -1,0 +1,143 @@
+"""A function with one global of its own exchanged, decorators and all, and nothing outside it changed.
+
+A decorated forward is a chain: each wrapper holds the next function in a closure cell, and the innermost one reads its
+module's globals. ``rebuild`` copies the chain: the functions that read the name get a copy of their globals with the
+replacement in it, the wrappers get cells that hold the copies, and all else (other cells, defaults) is shared.
+The copy of the globals is taken once: what somebody assigns to the module later is not seen by a rebuilt function.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+_MAX_DEPTH = 16
+"""Longest chain of wrappers that is followed."""
+
+
+def chain(function: Callable[..., Any]) -> list[FunctionType]:
+    """The plain functions reached from ``function`` through closure cells, partials and bound methods, itself first."""
+    found: dict[int, FunctionType] = {}
+    _collect(function, found, _MAX_DEPTH)
+    return list(found.values())
+
+
+def global_names(function: FunctionType) -> set[str]:
+    """Names that a function, or a function written inside it, reads from its module."""
+    return set(_global_names(function.__code__))
+
+
+def rebuild(function: Callable[..., Any], name: str, replacement: object) -> Callable[..., Any] | None:
+    """A copy of ``function`` in which the global ``name`` is ``replacement``; None where nothing in its chain reads it.
+
+    ``function`` may be a plain function, a ``functools.partial`` or a bound method; other callables are not entered.
+    """
+    if not any(_reads(link, name) for link in chain(function)):
+        return None
+    copied: Callable[..., Any] = _Copy(name, replacement).of(function)
+    return copied
+
+
+def _collect(value: object, found: dict[int, FunctionType], depth: int) -> None:
+    function = _function_in(value)
+    if function is None or id(function) in found or depth == 0:
+        return
+    found[id(function)] = function
+    for cell in function.__closure__ or ():
+        _collect(_contents(cell), found, depth - 1)
+
+
+def _function_in(value: object) -> FunctionType | None:
+    """The plain function that ``value`` is, binds or completes."""
+    if isinstance(value, FunctionType):
+        return value
+    if isinstance(value, functools.partial):
+        return _function_in(value.func)
+    if isinstance(value, MethodType):
+        return _function_in(value.__func__)
+    return None
+
+
+def _contents(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: the name is not bound yet
+        return None
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    # co_names alone holds attributes too.
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
+def _reads(function: FunctionType, name: str) -> bool:
+    return name in function.__globals__ and name in global_names(function)
+
+
+class _Copy:
+    """One rebuilding: which functions lead to the name, and the copies and cells made so far."""
+
+    def __init__(self, name: str, replacement: object) -> None:
+        self.name, self.replacement = name, replacement
+        self.leading: dict[int, bool] = {}
+        self.functions: dict[int, FunctionType] = {}
+        self.cells: dict[int, CellType] = {}
+
+    def of(self, value: Any) -> Any:
+        """``value`` itself where the name is not read below it, otherwise its copy."""
+        function = _function_in(value)
+        if function is None or not self._leads(function, _MAX_DEPTH):
+            return value
+        if isinstance(value, functools.partial):
+            return functools.partial(self.of(value.func), *value.args, **value.keywords)
+        if isinstance(value, MethodType):
+            return MethodType(self.of(value.__func__), value.__self__)
+        return self._function(function)
+
+    def _leads(self, function: FunctionType, depth: int) -> bool:
+        """Whether the function reads the name, itself or through its cells."""
+        if id(function) in self.leading or depth == 0:
+            return self.leading.get(id(function), False)
+        # Entered before the cells are followed: a wrapper may hold itself.
+        self.leading[id(function)] = _reads(function, self.name)
+        inner = (_function_in(_contents(cell)) for cell in function.__closure__ or ())
+        below = [self._leads(link, depth - 1) for link in inner if link is not None]
+        self.leading[id(function)] |= any(below)
+        return self.leading[id(function)]
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        if id(function) in self.functions:
+            return self.functions[id(function)]
+        namespace = function.__globals__
+        if _reads(function, self.name):
+            namespace = {**namespace, self.name: self.replacement}
+        cells = tuple(self._cell(cell) for cell in function.__closure__) if function.__closure__ else None
+        copied = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, cells)
+        self.functions[id(function)] = copied
+        copied.__kwdefaults__ = dict(function.__kwdefaults__) if function.__kwdefaults__ else None
+        copied.__annotations__ = dict(function.__annotations__)
+        copied.__qualname__, copied.__module__, copied.__doc__ = (
+            function.__qualname__, function.__module__, function.__doc__,
+        )  # fmt: skip
+        for old, new in zip(function.__closure__ or (), cells or (), strict=True):
+            if new is not old:
+                new.cell_contents = self.of(old.cell_contents)
+        copied.__dict__.update(function.__dict__)
+        if "__wrapped__" in copied.__dict__:
+            copied.__dict__["__wrapped__"] = self.of(copied.__dict__["__wrapped__"])
+        return copied
+
+    def _cell(self, cell: CellType) -> CellType:
+        """The cell itself where nothing in it is copied, so that its state stays shared; otherwise a new, empty one."""
+        function = _function_in(_contents(cell))
+        if function is None or not self._leads(function, _MAX_DEPTH):
+            return cell
+        return self.cells.setdefault(id(cell), CellType())

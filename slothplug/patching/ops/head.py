@@ -1,0 +1,209 @@
+"""The output head: where only the loss reads the logits, they are never held whole (``patching.lazy_logits``).
+
+The operation ``head`` is linear + cross-entropy. A kernel that a plugin offers for it has the signature of
+``kernels.linear_cross_entropy.linear_cross_entropy`` without ``backend``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slothplug.hookspecs import hookimpl
+from slothplug.kernels.backend import choose_backend, why_not_triton
+from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
+from slothplug.patching.call import current_call
+from slothplug.patching.deferred import EpilogueStep, Product
+from slothplug.patching.lazy_logits import put_off
+from slothplug.patching.private_class import is_patched, stock_class
+from slothplug.patching.proof import difference
+from slothplug.patching.sites import Calls, Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
+from slothplug.plugins import kernel_for
+from slothplug.settings import Settings
+
+NAME = "head"
+
+# A probe's head: odd sizes, and logits of a few units at most, so that softmax does not magnify rounding.
+_PROBE_HIDDEN, _PROBE_VOCABULARY, _PROBE_SCALES = 48, 97, (1e-3, 0.1, 1.0)
+_PROBE_EPILOGUES: tuple[tuple[EpilogueStep, ...], ...] = (
+    (),
+    (("cast", torch.float32),),
+    (("mul", 0.0625), ("cast", torch.float32)),
+    (("div", 30.0), ("tanh", None), ("mul", 30.0), ("cast", torch.float32)),
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a served head needs beside its weights."""
+
+    chunk_bytes: int
+
+
+@hookimpl
+def slothplug_operations() -> list[Operation]:
+    return [Operation(NAME, "output head and cross-entropy in chunks, without holding the logits")]
+
+
+@hookimpl
+def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, settings: Settings) -> Kernel | None:
+    if operation != NAME:
+        return None
+    backend = choose_backend(device) if settings.backend == "auto" else settings.backend
+    if backend == "triton" and why_not_triton(device):
+        return None
+    return Kernel("linear_cross_entropy", backend, partial(linear_cross_entropy, backend=backend))
+
+
+@hookimpl
+def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site | Left]:
+    names = {module: name for name, module in model.named_modules()}
+    for head in _heads(model):
+        if reason := _why_left(head):
+            yield Left(NAME, names[head], head, reason)
+        elif settings.keep_logits:
+            yield Left(NAME, names[head], head, "keep_logits is set", excused=True)
+        elif _trl_computes_the_loss(model):
+            yield Left(NAME, names[head], head, "TRL's own fused head computes the loss of this model", excused=True)
+        elif (kernel := kernel_for(NAME, device_of(head), dtype_of(head), settings)) is None:
+            yield Left(NAME, names[head], head, f"no kernel for {device_of(head).type} and {dtype_of(head)}")
+        else:
+            params = Head(settings.loss_chunk_mib * 2**20)
+            key = (getattr(head, "bias", None) is not None, dtype_of(head))
+            yield Site(NAME, names[head], head, fast_head, params, kernel, partial(prove, head, kernel), key)
+
+
+def fast_head(module: nn.Module, served: Served, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Takes the place of the head's forward."""
+    call = current_call(served.owner)
+    if call is None or call.labels is None:
+        return served.fall_back(module, "called without labels", hidden, *args, **kwargs)
+    if args or kwargs:
+        return served.fall_back(module, "called with more than the hidden states", hidden, *args, **kwargs)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    reason = _why_not(module, hidden, weight, bias, served.device_type)
+    if reason is not None or weight is None:
+        return served.fall_back(module, reason or "it has no weight of its own", hidden)
+    dtype = _product_dtype(hidden)
+    product = Product(hidden, weight, bias, dtype, served.kernel, served.params.chunk_bytes, served.calls)
+    call.at_end.append(lambda: product.close(completed=not call.failed))
+    return put_off(product)
+
+
+def _why_not(
+    module: nn.Module, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, device_type: str
+) -> str | None:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return "traced or transformed by torch.compile or torch.func"
+    if not is_patched(module) and not _stays_gathered(module):
+        return "its weights are freed when its call ends"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "it has backward hooks"
+    if not plain(hidden) or not hidden.is_floating_point():
+        return f"input of type {type(hidden).__name__}"
+    if hidden.device.type != device_type:
+        return f"input on {hidden.device.type}, patched for {device_type}"
+    if not _usable(weight, hidden) or not (bias is None or _usable(bias, hidden)):
+        return "weight is sharded, elsewhere or of another dtype"
+    return None
+
+
+def _stays_gathered(module: nn.Module) -> bool:
+    """Whether FSDP2, which put a class of its own above ours, leaves the weights whole until the backward."""
+    get_state = getattr(module, "_get_fsdp_state", None)
+    group = getattr(get_state(), "_fsdp_param_group", None) if get_state is not None else None
+    return group is not None and getattr(group, "post_forward_mesh_info", group) is None
+
+
+def _usable(parameter: torch.Tensor | None, hidden: torch.Tensor) -> bool:
+    if parameter is None or not plain(parameter) or parameter.device != hidden.device or hasattr(parameter, "ds_id"):
+        return False
+    if parameter.numel() == 0:
+        return False
+    return parameter.dtype is hidden.dtype or (
+        _product_dtype(hidden) is not hidden.dtype and parameter.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    )
+
+
+def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """The dtype of ``F.linear(hidden, ...)``: autocast's where it is on; it leaves float64 alone."""
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """The model's output head; where PEFT keeps trainable copies of it, those."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    if not isinstance(head, nn.Module):
+        return []
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(head, peft.utils.ModulesToSaveWrapper):
+        return list(head.modules_to_save.values())
+    return [head]
+
+
+def _why_left(head: nn.Module) -> str | None:
+    if stock_class(head) is nn.Linear:
+        return None
+    base = stock_class(head)
+    if base.__module__.startswith("peft."):
+        return f"an adapter is on the head ({base.__name__}): its own weight is not all that it multiplies by"
+    return f"the head is {base.__module__}.{base.__qualname__}, not a plain linear layer"
+
+
+def _trl_computes_the_loss(model: nn.Module) -> bool:
+    """Whether TRL put its fused head on the model: it reads the head's weight and never calls the head."""
+    forward = getattr(model.__dict__.get("forward"), "__func__", None)
+    return isinstance(forward, FunctionType) and forward.__globals__["__name__"].startswith("trl.")
+
+
+def prove(head: nn.Module, kernel: Kernel) -> str | None:
+    """Compares the fused loss with a small head's stock loss, in float32 and in the head's own dtype."""
+    for dtype in dict.fromkeys((torch.float32, dtype_of(head))):
+        for epilogue in _PROBE_EPILOGUES:
+            if reason := _probe(dtype, device_of(head), getattr(head, "bias", None) is not None, epilogue, kernel):
+                return f"in {dtype}, epilogue {[name for name, _ in epilogue]}: {reason}"
+    return None
+
+
+def _probe(
+    dtype: torch.dtype, device: torch.device, has_bias: bool, epilogue: tuple[EpilogueStep, ...], kernel: Kernel
+) -> str | None:
+    small = nn.Linear(_PROBE_HIDDEN, _PROBE_VOCABULARY, has_bias, device=device, dtype=dtype)
+    scales = torch.tensor(_PROBE_SCALES * 2, device=device).view(1, -1, 1)
+    hidden = (torch.randn(1, scales.numel(), _PROBE_HIDDEN, device=device) * scales).to(dtype).requires_grad_()
+    labels = torch.randint(_PROBE_VOCABULARY, (scales.numel(),), device=device)
+    labels[2] = -100
+    calls = Calls()
+
+    def fused(x: torch.Tensor) -> torch.Tensor:
+        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls)
+        return _loss(put_off(product), epilogue, labels)
+
+    def stock(x: torch.Tensor) -> torch.Tensor:
+        return _loss(F.linear(x, small.weight, small.bias), epilogue, labels)
+
+    reason = difference(fused, stock, [hidden], list(small.parameters()))
+    return reason or ("the loss was not fused" if calls.fallbacks else None)
+
+
+def _loss(logits: torch.Tensor, epilogue: tuple[EpilogueStep, ...], labels: torch.Tensor) -> torch.Tensor:
+    """What models do between head and loss, in the notation of the kernel."""
+    for name, value in epilogue:
+        if name == "tanh":
+            logits = torch.tanh(logits)
+        elif name == "cast":
+            logits = logits.to(value)
+        else:
+            logits = logits * value if name == "mul" else logits / value
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels, reduction="sum")

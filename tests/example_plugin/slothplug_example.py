@@ -1,0 +1,49 @@
+"""A kernel for the operation rms_norm, and a site for a norm that stores the logarithm of its weight."""
+
+from functools import partial
+
+import torch
+
+from slothplug import hookimpl
+from slothplug.patching.proof import difference, probe_rows
+from slothplug.patching.sites import Kernel, Site, device_of, dtype_of
+from slothplug.patching.twin import twin
+from slothplug.plugins import kernel_for
+
+
+def example_rms_norm(x, weight, eps, *, offset=0.0, casting="before_weight"):
+    x32 = x.float()
+    n = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return n.to(x.dtype)
+    if casting == "after_weight":
+        return (n * (weight.float() + offset)).to(x.dtype)
+    return n.to(x.dtype) * (weight + offset if offset else weight)
+
+
+@hookimpl
+def slothplug_kernel(operation, device, dtype, settings):
+    return Kernel("example", "torch", example_rms_norm) if operation == "rms_norm" else None
+
+
+@hookimpl
+def slothplug_find_sites(model, settings):
+    for name, module in model.named_modules():
+        if list(module._parameters) == ["log_weight"] and isinstance(getattr(module, "eps", None), float):
+            kernel = kernel_for("rms_norm", device_of(module), dtype_of(module), settings)
+            key = (type(module), module.eps, dtype_of(module))
+            yield Site("rms_norm", name, module, fast, module.eps, kernel, partial(prove, module, kernel), key)
+
+
+def fast(module, served, x):
+    return served.calls.serve(served.kernel(x, module.log_weight.exp(), served.params))
+
+
+def prove(module, kernel):
+    double = twin(module, torch.float32)
+    x = probe_rows(double.log_weight.numel(), torch.float32, device_of(module))
+
+    def candidate(x):
+        return kernel.function(x, double.log_weight.exp(), module.eps)
+
+    return difference(candidate, double, [x], [double.log_weight])

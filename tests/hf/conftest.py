@@ -1,0 +1,28 @@
+"""Every test starts and ends with transformers as it was installed and the package's logger as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+
+from slothplug.integrations.hf import frontdoor
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def _as_installed() -> Iterator[None]:
+    logger = logging.getLogger("slothplug")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    frontdoor.uninstall()
+    logger.setLevel(level)
+    logger.handlers[:] = handlers

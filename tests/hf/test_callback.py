@@ -1,0 +1,204 @@
+"""``FastKernelsCallback`` in a ``Trainer``: when it patches, what it leaves alone, what it says."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from slothplug import NothingFusedError, NothingFusedWarning, SettingsError
+from slothplug.integrations.hf import FastKernelsCallback
+from tests.hf.tiny import RecordingTrainer, arguments, llama, patched_modules, rows, with_lora
+
+
+def _trainer(
+    folder: Path,
+    model: nn.Module | None,
+    *callbacks: TrainerCallback,
+    model_init: Callable[[], nn.Module] | None = None,
+) -> RecordingTrainer:
+    return RecordingTrainer(
+        model,
+        arguments(folder),
+        train_dataset=rows(8),
+        eval_dataset=rows(2),
+        callbacks=list(callbacks),
+        model_init=model_init,
+    )
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["bare", "peft"])
+def test_what_the_trainer_reads_from_the_model_stays(tmp_path: Path, adapted: bool) -> None:
+    """https://github.com/linkedin/Liger-Kernel/pull/339, https://github.com/huggingface/transformers/issues/37766"""
+    seen = []
+    for callbacks in ([], [FastKernelsCallback()]):
+        model = with_lora(llama()) if adapted else llama()
+        parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+        trainer = _trainer(tmp_path, model, *callbacks)
+        trainer._set_signature_columns_if_needed()
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+        trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        seen.append(
+            (
+                inspect.signature(model.forward),
+                trainer._signature_columns,
+                trainer.model_accepts_loss_kwargs,
+                trainer.label_names,
+                list(model.state_dict()),
+                trainable,
+                repr(model),
+            )
+        )
+    assert seen[0] == seen[1]
+    assert trainer.model_accepts_loss_kwargs
+
+
+def test_patches_when_the_trainer_is_built_and_stays(tmp_path: Path) -> None:
+    fast = FastKernelsCallback()
+    model, other = llama(), llama()
+    trainer = _trainer(tmp_path, model, fast)
+    patched = patched_modules(model)
+    report = fast.report
+    assert report is not None
+    assert {site.name for site in report.fused} | {""} >= set(patched)
+    trainer.train()
+    assert fast.report is report
+    assert patched_modules(model) == patched
+    assert all(site.calls.served for site in report.fused if site.op == "rms_norm")
+    report.undo()
+    assert not patched_modules(model)
+    # https://github.com/unslothai/unsloth/issues/1713: another model of the class never changes
+    assert not patched_modules(other)
+
+
+def test_evaluate_without_training_is_served(tmp_path: Path) -> None:
+    fast = FastKernelsCallback()
+    metrics = _trainer(tmp_path, llama(), fast).evaluate()
+    assert all(site.calls.served for site in fast.report.fused if site.op == "rms_norm")
+    assert abs(metrics["eval_loss"] - _trainer(tmp_path, llama()).evaluate()["eval_loss"]) <= 1e-5
+
+
+def test_model_init_patches_the_model_that_is_trained(tmp_path: Path) -> None:
+    fast = FastKernelsCallback()
+    trainer = _trainer(tmp_path, None, fast, model_init=lambda: llama())
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert patched_modules(trainer.model)
+    assert all(site.calls.served for site in fast.report.fused if site.op == "rms_norm")
+    stock = _trainer(tmp_path, None, model_init=lambda: llama())
+    stock.train()
+    assert trainer.losses == pytest.approx(stock.losses, abs=1e-5)
+
+
+def test_a_late_callback_patches_when_training_begins(tmp_path: Path) -> None:
+    fast = FastKernelsCallback()
+    trainer = _trainer(tmp_path, llama())
+    trainer.add_callback(fast)
+    assert fast.report is None
+    assert not patched_modules(trainer.model)
+    trainer.train()
+    assert fast.report.fused
+    assert patched_modules(trainer.model)
+
+
+def test_modules_that_came_after_the_trainer_are_served_too(tmp_path: Path) -> None:
+    fast = FastKernelsCallback()
+    trainer = _trainer(tmp_path, llama(), fast)
+    trainer.model.model.layers[0].input_layernorm = type(trainer.model.model.norm).__mro__[1](32)
+    before = fast.report
+    trainer.train()
+    assert fast.report is not before
+    assert "model.layers.0.input_layernorm" in patched_modules(trainer.model)
+
+
+def test_off_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fast = FastKernelsCallback(False)
+    model = llama()
+    with caplog.at_level(logging.DEBUG, "slothplug"):
+        trainer = _trainer(tmp_path, model, fast)
+        trainer.train()
+    assert fast.report is None
+    assert not patched_modules(model)
+    assert not caplog.records
+
+
+def test_an_operation_that_is_none_is_refused_before_step_0(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="Did you mean 'rms_norm'"):
+        _trainer(tmp_path, llama(), FastKernelsCallback({"ops": ["rmsnorm"]}))
+
+
+class NothingToFuse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 4)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"loss": self.embed(input_ids).square().mean()}
+
+
+def test_nothing_fused_warns_once(tmp_path: Path) -> None:
+    """https://github.com/huggingface/transformers/issues/34016: a flag that did nothing must say so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _trainer(tmp_path, NothingToFuse(), FastKernelsCallback()).train()
+    assert len([one for one in caught if issubclass(one.category, NothingFusedWarning)]) == 1
+
+
+def test_nothing_fused_raises_in_strict_mode(tmp_path: Path) -> None:
+    with pytest.raises(NothingFusedError, match="no site was found"):
+        _trainer(tmp_path, NothingToFuse(), FastKernelsCallback({"strict": True}))
+
+
+def _lines(
+    caplog: pytest.LogCaptureFixture, folder: Path, kind: str, fast: FastKernelsCallback, **options: object
+) -> list[str]:
+    caplog.clear()
+    model = llama()
+    args = arguments(folder, **({"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2} | options))
+    trainer = Trainer(model, args, train_dataset=rows(8, kind), eval_dataset=rows(2), callbacks=[fast])
+    trainer.train()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    return [record.getMessage() for record in caplog.records if record.name == "slothplug"]
+
+
+def test_says_what_was_fused_and_how_training_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fast = FastKernelsCallback(padding_key="neat_packing")
+    summary, table, end = _lines(caplog, tmp_path, "padded", fast)
+    assert summary == fast.report.summary()
+    assert "rms_norm" in table
+    # rows(8, "padded", 16) keep 16, 15, ... 9 tokens: 28 of 128 are padding
+    assert "tokens/s, peak memory" in end
+    assert "22% of the tokens were padding; neat_packing would remove it, for up to 1.3 times the speed" in end
+
+
+@pytest.mark.parametrize("kind", ["full", "packed"])
+def test_says_nothing_about_padding_it_cannot_see(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    end = _lines(caplog, tmp_path, kind, FastKernelsCallback())[-1]
+    assert "tokens/s" in end
+    assert "padding" not in end
+
+
+def test_obeys_log_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert _lines(caplog, tmp_path, "full", FastKernelsCallback(), log_level="warning") == []
+
+
+def test_counts_after_an_interrupted_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+    fast, stop = FastKernelsCallback(), Stop()
+    trainer = _trainer(tmp_path, llama(), fast, stop)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(stop)
+    trainer.train()
+    assert not any(module._forward_pre_hooks for module in trainer.model.modules())

@@ -1,0 +1,31 @@
+"""Tiny models, and what a model is made of, for comparison before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., nn.Module]:
+    """Makes small random Llama models; keyword arguments go to the configuration."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(seed: int = 0, **changes: object) -> nn.Module:
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            **{
+                "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, **changes,
+            }
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                nn.init.uniform_(parameter, 0.5, 1.5)
+        return model
+
+    return make

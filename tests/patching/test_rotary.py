@@ -1,0 +1,486 @@
+"""Rotary sites and rebuilt closure chains: one model changes, no module global does, and the numbers are stock's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slothplug
+from slothplug.patching.closures import chain, global_names, rebuild
+from slothplug.patching.ops.rotary import identify
+from slothplug.patching.private_class import is_patched, stock_class
+from slothplug.patching.sites import STATE
+from tests.patching.architectures import ARCHITECTURES, IDS, LABELS, assert_same_step, step, tiny
+
+
+def rotary_report(model: nn.Module, **settings: Any) -> slothplug.Report:
+    report = slothplug.patch(model, {"ops": ["rotary"], **settings})
+    for site in report.fused:
+        site.calls.count_backward = True
+    return report
+
+
+def module_globals(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Identity of every global of every module in which a class of the model is defined."""
+    names = {stock_class(module).__module__ for module in model.modules()}
+    return {name: {key: id(value) for key, value in vars(sys.modules[name]).items()} for name in names}
+
+
+# ---- architectures
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_loss_and_every_gradient_equal_stock(architecture: str) -> None:
+    model, stock = tiny(architecture), tiny(architecture)
+    expected = step(stock)
+    classes, before = [type(m) for m in model.modules()], module_globals(model)
+    attributes = [set(m.__dict__) for m in model.modules()]
+    report = rotary_report(model)
+    assert_same_step(step(model), expected)
+    assert report.fused
+    assert not report.left
+    for site in report.fused:
+        assert site.calls.served, site.name
+        assert site.calls.backward, site.name
+        assert not site.calls.fallbacks, site.name
+    assert module_globals(model) == before
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "deepseek_v3"])
+def test_positions_may_differ_from_row_to_row(architecture: str) -> None:
+    """https://github.com/linkedin/Liger-Kernel/pull/477: tables with a batch dimension were read as if shared."""
+    model, stock = tiny(architecture), tiny(architecture)
+    rotary_report(model)
+    packed = torch.stack([torch.cat([torch.arange(12), torch.arange(8)]), torch.arange(100, 120)])
+    shared = torch.arange(20)[None]
+    for position_ids in (packed, shared):
+        assert_same_step(step(model, position_ids=position_ids), step(stock, position_ids=position_ids))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_are_served_in_the_recompute_too(use_reentrant: bool) -> None:
+    model, stock = tiny("llama"), tiny("llama")
+    report = rotary_report(model)
+    for checkpointed in (model, stock):
+        checkpointed.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_same_step(step(model), step(stock))
+    for site in report.fused:
+        assert site.calls.served == 2
+        assert site.calls.backward == 1
+
+
+def test_a_copy_trains_alone() -> None:
+    model = tiny("llama")
+    report = rotary_report(model)
+    duplicate = copy.deepcopy(model)
+    report.undo()
+    assert not any(is_patched(module) for module in model.modules())
+    assert_same_step(step(duplicate), step(model))
+    assert all(p is not q for p, q in zip(model.parameters(), duplicate.parameters(), strict=True))
+    served = report.fused[0].calls.served
+    assert served
+    step(model)
+    assert report.fused[0].calls.served == served
+
+
+def test_models_beside_the_patched_one_stay_stock() -> None:
+    model, other = tiny("llama"), tiny("llama")
+    report = rotary_report(model)
+    step(other)
+    assert all(site.calls.served == 0 for site in report.fused)
+
+
+def test_bfloat16_and_autocast_are_served() -> None:
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        model, stock = tiny("llama").to(dtype), tiny("llama").to(dtype)
+        report = rotary_report(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            got, expected = (m(input_ids=IDS, labels=LABELS) for m in (model, stock))
+        torch.testing.assert_close(got.loss, expected.loss, rtol=2e-2, atol=0)
+        assert got.logits.dtype == expected.logits.dtype
+        for site in report.fused:
+            assert site.calls.served
+            assert not site.calls.fallbacks
+
+
+# ---- rotary functions
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def rotate_pairs(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def remote_rotary(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def with_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    return remote_rotary(q, k, cos, sin, unsqueeze_dim)
+
+
+def partial_heads(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    r = cos.shape[-1]
+    a, b = remote_rotary(q[..., :r], k[..., :r], cos, sin, unsqueeze_dim)
+    return torch.cat((a, q[..., r:]), -1), torch.cat((b, k[..., r:]), -1)
+
+
+def last_elements(x, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    cos, sin = (t.repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    head, tail = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
+    return torch.cat((head, (tail.float() * cos + rotate_pairs(tail).float() * sin).to(x.dtype)), -1)
+
+
+def tables_reversed(tensor, sin, cos):  # type: ignore[no-untyped-def]
+    sin, cos = (t[:, :, None, :].repeat_interleave(2, 3) for t in (sin, cos))
+    return tensor * cos + rotate_pairs(tensor) * sin
+
+
+def vision(q, k, cos, sin):  # type: ignore[no-untyped-def]
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    return tuple((x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype) for x in (q, k))
+
+
+def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    return remote_rotary(q, k, cos, -sin, unsqueeze_dim)
+
+
+def scaled(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    q, k = remote_rotary(q, k, cos, sin, unsqueeze_dim)
+    return q * 1.01, k
+
+
+def three_tensors(q, k, v, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    return (*remote_rotary(q, k, cos, sin, unsqueeze_dim), v)
+
+
+def sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    return remote_rotary(q, k, cos, sin, unsqueeze_dim)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (remote_rotary, ("half", "same", "cat", False, True)),
+        (with_positions, ("half", "same", "cat", False, True)),
+        (partial_heads, ("half", "same", "cat", False, True)),
+        (last_elements, ("interleaved", "same", "single", True, False)),
+        (tables_reversed, ("interleaved", "same", "single", False, True)),
+        (vision, ("half", "same", "cat", False, False)),
+    ],
+)
+def test_functions_are_recognised_by_their_numbers(function: FunctionType, expected: tuple[Any, ...]) -> None:
+    rotation = identify(function)
+    assert not isinstance(rotation, str), rotation
+    v = rotation.variant
+    assert (v.pairing, v.output, v.table, v.rotate_last, v.promote) == expected
+    assert rotation.partial == (function in (partial_heads, last_elements))
+
+
+def apply_rotary_complex(q, k, freqs_cis):  # type: ignore[no-untyped-def]
+    q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs_cis for x in (q, k))
+    return torch.view_as_real(q).flatten(-2), torch.view_as_real(k).flatten(-2)
+
+
+@pytest.mark.parametrize("function", [wrong_sign, scaled, three_tensors, sections, apply_rotary_complex])
+def test_functions_that_compute_something_else_are_not_recognised(function: FunctionType) -> None:
+    assert isinstance(identify(function), str)
+
+
+# ---- classes that nobody listed
+
+
+class RemoteAttention(nn.Module):
+    """An attention as a model's own code would have it."""
+
+    def __init__(self, width: int = 8, rows: int = 1) -> None:
+        super().__init__()
+        self.q = nn.Linear(16, 4 * 8)
+        self.width, self.rows = width, rows
+
+    def tables(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.arange(self.rows * tokens).view(self.rows, tokens, 1) * torch.rand(self.width // 2)
+        return torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x).view(*x.shape[:2], 4, 8).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        torch.manual_seed(1)
+        cos, sin = self.tables(x.shape[1])
+        q, k = remote_rotary(self.heads(x), self.heads(x)[:, :2], cos, sin)
+        return torch.cat((q, k), 1) * scale
+
+
+class PartialAttention(RemoteAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        cos, sin = self.tables(x.shape[1])
+        q, k = partial_heads(self.heads(x).transpose(1, 2), self.heads(x).transpose(1, 2), cos, sin, unsqueeze_dim=2)
+        return torch.cat((q, k), 1)
+
+
+class LearnedTables(RemoteAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.tables(x.shape[1])
+        return remote_rotary(self.heads(x), self.heads(x), cos.requires_grad_(), sin)[0]
+
+
+class Complex(RemoteAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_complex(self.heads(x), self.heads(x), torch.polar(*torch.ones(2, x.shape[1], 4)))[0]
+
+
+class WithSections(RemoteAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sections(self.heads(x), self.heads(x), *self.tables(x.shape[1]), [1, 1, 2])[0]
+
+
+def served_and_stock(module: nn.Module) -> tuple[nn.Module, slothplug.Report]:
+    stock = copy.deepcopy(module)
+    return stock, rotary_report(nn.Sequential(module))
+
+
+def assert_trains_as(module: nn.Module, stock: nn.Module) -> None:
+    x = torch.randn(3, 200, 16)
+    outputs = [m(x) for m in (module, stock)]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+    projection = torch.randn_like(outputs[0])
+    ours = torch.autograd.grad(outputs[0], list(module.parameters()), projection)
+    theirs = torch.autograd.grad(outputs[1], list(stock.parameters()), projection)
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_class_of_the_models_own_code_is_served(rows: int) -> None:
+    module = RemoteAttention(rows=rows)
+    stock, report = served_and_stock(module)
+    assert_trains_as(module, stock)
+    assert [site.calls.served for site in report.fused] == [1]
+    assert not report.fused[0].calls.fallbacks
+    assert RemoteAttention.forward.__globals__["remote_rotary"] is remote_rotary
+
+
+@pytest.mark.parametrize("width", [2, 4, 6, 8])
+def test_a_head_may_rotate_in_part(width: int) -> None:
+    """https://github.com/linkedin/Liger-Kernel/pull/1451: pairs lie R/2 apart and the tail is handed on to the bit."""
+    module = PartialAttention(width, rows=3)
+    stock, report = served_and_stock(module)
+    assert_trains_as(module, stock)
+    assert not report.fused[0].calls.fallbacks
+    x = torch.randn(3, 200, 16)
+    assert torch.equal(module(x)[..., width:], stock(x)[..., width:])
+
+
+def test_tables_too_narrow_for_the_function_fail_as_in_stock() -> None:
+    module = RemoteAttention(width=4)
+    _, report = served_and_stock(module)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        module(torch.randn(1, 5, 16))
+    assert report.fused[0].calls.fallbacks.total() == 1
+
+
+def test_tables_that_are_trained_go_to_the_original_function() -> None:
+    module = LearnedTables()
+    _, report = served_and_stock(module)
+    module(torch.randn(1, 5, 16)).sum().backward()
+    assert report.fused[0].calls.fallbacks == {"remote_rotary: the tables require gradients": 1}
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        (WithSections, "sections takes (q, k, cos, sin, mrope_section"),
+        (Complex, "apply_rotary_complex takes (q, k, freqs_cis)"),
+    ],
+)
+def test_what_is_not_recognised_is_left_with_the_reason(attention: type[nn.Module], reason: str) -> None:
+    with pytest.warns(slothplug.NothingFusedWarning):
+        report = rotary_report(nn.Sequential(attention()))
+    assert reason in report.left[0].reason
+
+
+def test_a_class_whose_forward_somebody_replaced_is_served_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/axolotl-ai-cloud/axolotl/issues/2770: what counts is what the class does, not its source."""
+
+    def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(1)
+        cos, sin = self.tables(x.shape[1])
+        return 2 * remote_rotary(self.heads(x), self.heads(x), cos, sin)[0]
+
+    monkeypatch.setattr(RemoteAttention, "forward", doubled)
+    module = RemoteAttention()
+    stock, report = served_and_stock(module)
+    assert_trains_as(module, stock)
+    assert report.fused[0].calls.served == 1
+
+
+def test_a_forward_replaced_on_the_instance_is_left() -> None:
+    module = RemoteAttention()
+    module.forward = functools.partial(RemoteAttention.forward, module)  # type: ignore[method-assign]
+    with pytest.warns(slothplug.NothingFusedWarning):
+        report = rotary_report(nn.Sequential(module))
+    assert "replaced on the instance" in report.left[0].reason
+
+
+def test_a_global_exchanged_by_somebody_is_seen_at_the_next_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = RemoteAttention()
+    rotary_report(nn.Sequential(module)).undo()
+    monkeypatch.setitem(globals(), "remote_rotary", scaled)
+    with pytest.warns(slothplug.NothingFusedWarning):
+        report = rotary_report(nn.Sequential(module))
+    assert "computes something else" in report.left[0].reason
+
+
+def test_a_checkpointed_layer_that_rotates_itself_keeps_its_checkpoint() -> None:
+    layers = pytest.importorskip("transformers.modeling_layers")
+
+    class Layer(layers.GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = RemoteAttention()
+            self.runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            torch.manual_seed(1)
+            cos, sin = self.attention.tables(x.shape[1])
+            # The square keeps its input, so that the recompute does not stop before the rotation has returned.
+            return remote_rotary(self.attention.heads(x), self.attention.heads(x), cos, sin)[0].square()
+
+    layer = Layer().train()
+    stock, report = served_and_stock(layer)
+    for module in (layer, stock):
+        module.gradient_checkpointing = True
+        module._gradient_checkpointing_func = functools.partial(
+            torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
+        module(torch.ones(1, 5, 16)).sum().backward()
+    assert layer.runs == stock.runs == 2
+    torch.testing.assert_close(layer.attention.q.weight.grad, stock.attention.q.weight.grad)
+    site = next(site for site in report.fused if site.name == "0")
+    assert site.calls.served == 2
+
+
+# ---- closures
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "old_scale" in kwargs:
+            warnings.warn("old_scale is deprecated", FutureWarning, stacklevel=2)
+            kwargs["scale"] = kwargs.pop("old_scale")
+        return function(*args, **kwargs)
+
+    wrapper.marker = "kept"  # type: ignore[attr-defined]
+    return wrapper
+
+
+def test_decorators_are_kept() -> None:
+    class Decorated(RemoteAttention):
+        forward = decorated(decorated(RemoteAttention.forward))
+
+    module = Decorated()
+    stock, report = served_and_stock(module)
+    assert_trains_as(module, stock)
+    x = torch.randn(1, 5, 16)
+    with pytest.warns(FutureWarning, match="old_scale"):
+        got = module(x, old_scale=3.0)
+    assert torch.allclose(got, stock(x, scale=3.0), atol=1e-5)
+    assert report.fused[0].calls.served == 2
+    rebuilt = module.__dict__[STATE].params.forward
+    assert rebuilt.marker == "kept"
+    assert rebuilt.__wrapped__ is not Decorated.forward.__wrapped__
+    assert rebuilt.__wrapped__.__wrapped__.__globals__["remote_rotary"] is not remote_rotary
+
+
+def test_transformers_own_deprecation_still_warns() -> None:
+    deprecation = pytest.importorskip("transformers.utils.deprecation")
+
+    class Renamed(RemoteAttention):
+        forward = deprecation.deprecate_kwarg("factor", version="99.0", new_name="scale")(RemoteAttention.forward)
+
+    module = Renamed()
+    _, report = served_and_stock(module)
+    with pytest.warns(FutureWarning, match="`factor` is deprecated"):
+        module(torch.randn(1, 5, 16), factor=2.0)
+    assert report.fused[0].calls.served == 1
+
+
+LIMIT, OTHER = 10, 20
+
+
+def reads_limit(x: int, *, add: int = 1) -> int:
+    """Adds."""
+    return x + add + LIMIT
+
+
+def test_rebuild_copies_what_makes_a_function() -> None:
+    rebuilt = rebuild(reads_limit, "LIMIT", 100)
+    assert rebuilt is not None
+    assert (rebuilt(1), rebuilt(1, add=2), reads_limit(1)) == (102, 103, 12)
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__kwdefaults__", "__annotations__"):
+        assert getattr(rebuilt, attribute) == getattr(reads_limit, attribute)
+
+
+def test_rebuild_enters_partials_methods_and_nested_functions() -> None:
+    class Holder:
+        def method(self, x: int) -> int:
+            return sum(y + LIMIT for y in [x])
+
+    partial_copy = rebuild(functools.partial(reads_limit, add=5), "LIMIT", 100)
+    method_copy = rebuild(Holder().method, "LIMIT", 100)
+    assert partial_copy is not None
+    assert method_copy is not None
+    assert (partial_copy(1), method_copy(1)) == (106, 101)
+
+
+def test_rebuild_returns_none_where_nothing_reads_the_name() -> None:
+    def attribute_only(x: Any) -> Any:
+        return x.LIMIT
+
+    assert rebuild(reads_limit, "OTHER", 0) is None
+    assert rebuild(attribute_only, "LIMIT", 0) is None
+    assert rebuild(len, "LIMIT", 0) is None
+
+
+def test_rebuild_shares_state_and_follows_a_wrapper_that_holds_itself() -> None:
+    def counting(function: Callable[[int], int]) -> Callable[[int], int]:
+        calls = 0
+
+        @functools.wraps(function)
+        def wrapper(x: int) -> int:
+            nonlocal calls
+            calls += 1
+            wrapper.calls = calls  # type: ignore[attr-defined]
+            return function(x)
+
+        return wrapper
+
+    stock = counting(reads_limit)
+    rebuilt = rebuild(stock, "LIMIT", 100)
+    assert rebuilt is not None
+    assert (stock(1), rebuilt(1)) == (12, 102)
+    assert (stock.calls, rebuilt.calls) == (1, 2)  # type: ignore[attr-defined]
+    assert [link.__name__ for link in chain(rebuilt)] == ["reads_limit", "reads_limit"]
+    assert "LIMIT" in global_names(chain(rebuilt)[-1])
