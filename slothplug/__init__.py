@@ -9,6 +9,7 @@ from slothplug.errors import (
     NothingFusedWarning,
     SettingsError,
     SlothplugError,
+    StaleLogitsError,
     UndoError,
     UnsupportedModelError,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "SettingsError",
     "SiteReport",
     "SlothplugError",
+    "StaleLogitsError",
     "UndoError",
     "UnsupportedModelError",
     "fast_kernels",

@@ -1,8 +1,8 @@
 """The one measure of "as exact as stock": pooled errors of ours and of stock against a float64 oracle.
 
 For each compared tensor, over draws (random inputs) of one configuration, with u the unit roundoff of the tensor's
-dtype, F = u / 2 (1e-6 for float32, whose products of thousands of terms are off by several u in any order of summation),
-and s the signed error sum (got - ref) ref of one draw over the pooled sum of ref^2:
+dtype, F = u / 2 (1e-6 for float32, whose products of thousands of terms are off by several u in any order of
+summation), and s the signed error sum (got - ref) ref of one draw over the pooled sum of ref^2:
 
 (a) energy   E = sqrt(sum |got - ref|^2 / sum |ref|^2)      <= max(1.25 E_stock, F)
 (b) bias     |sum of s|                                     <= stock's + F / 32 + 4 standard errors of the difference
@@ -115,7 +115,7 @@ class Comparison:
         return None
 
     def _noise_of_bias(self, u: float) -> float:
-        """Standard error of the difference of biases, from its scatter over the draws; of one draw, as if independent."""
+        """Standard error of the difference of biases, from its scatter over draws; of one draw, as if independent."""
         differences = [ours - theirs for ours, theirs in zip(self.ours.biases, self.stock.biases, strict=True)]
         if len(differences) < 2:
             return max(u, self.stock.energy) / math.sqrt(max(self.stock.count, 1))

@@ -1,7 +1,7 @@
-"""The pluggy contract. A plugin is any module or object with some of these functions, marked with ``slothplug.hookimpl``.
+"""The pluggy contract. A plugin is a module or object with some of these functions, marked with ``slothplug.hookimpl``.
 
-Everything slothplug does itself goes through these hooks (``slothplug.patching.ops``); a plugin of somebody else comes in
-by the same door: the entry-point group ``slothplug``, or ``slothplug.plugin_manager().register(plugin)``.
+Everything slothplug does itself goes through these hooks (``slothplug.patching.ops``); a plugin of somebody else comes
+in by the same door: the entry-point group ``slothplug``, or ``slothplug.plugin_manager().register(plugin)``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def slothplug_operations() -> Iterable[Operation]:
 def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterable[Site | Left]:
     """The modules of ``model`` that could be served, found by structure.
 
-    Called once a patch with the unwrapped model, in training or evaluation mode, on any device, possibly sharded. Return
-    a ``Site`` for each module that should be served, or a ``Left`` with the reason where a module is of the right kind
-    but cannot be. Change nothing. The first plugin to claim a module wins; plugins registered last are asked first.
+    Called once a patch with the unwrapped model, in training or evaluation mode, on any device, possibly sharded.
+    Return a ``Site`` for each module that should be served, or a ``Left`` with the reason where a module is of the
+    right kind but cannot be. Change nothing. The first plugin to claim a module wins; plugins registered last are asked
+    first.
     """
     raise NotImplementedError
 

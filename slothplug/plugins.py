@@ -33,5 +33,5 @@ def plugin_manager() -> pluggy.PluginManager:
 
 
 def kernel_for(operation: str, device: torch.device, dtype: torch.dtype, settings: Settings) -> Kernel | None:
-    """The kernel that the registered plugins offer for ``operation`` on ``device`` in ``dtype``; None where none does."""
+    """The kernel that the registered plugins offer for ``operation`` on ``device`` in ``dtype``, or None."""
     return plugin_manager().hook.slothplug_kernel(operation=operation, device=device, dtype=dtype, settings=settings)

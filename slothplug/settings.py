@@ -20,7 +20,8 @@ class Settings(BaseModel):
 
     ops: list[str] | None = Field(
         default=None,
-        description="Operations to fuse; by default every registered one (rms_norm, rotary, glu, lora, head, plugins').",
+        description="Operations to fuse; by default every registered one (rms_norm, rotary, glu, lora, head, "
+        "plugins').",
     )
     skip_ops: list[str] = Field(default_factory=list, description="Operations to leave as they are.")
     backend: Literal["auto", "triton", "torch"] = Field(
@@ -37,8 +38,8 @@ class Settings(BaseModel):
     )
     lora_precision: Literal["peft", "compute"] = Field(
         default="peft",
-        description="'peft' keeps PEFT's dtypes: float32 adapters outside autocast multiply in float32. 'compute' casts "
-        "adapters to the dtype of the input: faster without autocast, and not PEFT's numbers.",
+        description="'peft' keeps PEFT's dtypes: float32 adapters outside autocast multiply in float32. 'compute' "
+        "casts adapters to the dtype of the input: faster without autocast, and not PEFT's numbers.",
     )
     keep_logits: bool = Field(
         default=False,

@@ -156,7 +156,8 @@ def run_in_process(case: Case, variant: str, steps: int, warmup: int) -> dict[st
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table: time and memory of each variant, and their ratios to stock in the same case."""
     lines = [
-        "| shape | tokens | checkpointing | LoRA rank | variant | step, ms (min-max) | of stock | peak, GiB | of stock |",
+        "| shape | tokens | checkpointing | LoRA rank | variant "
+        "| step, ms (min-max) | of stock | peak, GiB | of stock |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     stock = {json.dumps(r["case"]): r for r in results if r["variant"] == "stock" and "error" not in r}

@@ -27,7 +27,7 @@ IGNORED = -100
 
 @dataclass
 class Verdict:
-    """All that was compared. A kind is one line of the table: one output, or one parameter's gradient in every layer."""
+    """All that was compared. A kind is a line of the table: one output, or one parameter's gradient in every layer."""
 
     report: Report
     dtype: torch.dtype

@@ -387,7 +387,7 @@ def _row_weight(
 
 
 def _check_labels(labels: torch.Tensor, counted: torch.Tensor, vocabulary: int) -> None:
-    """Raises as ``F.cross_entropy`` does for a label out of range: IndexError on a CPU, a device-side assert on a GPU."""
+    """Raises what ``F.cross_entropy`` does for a label out of range: on a CPU IndexError, on a GPU an assertion."""
     valid = (labels >= 0) & (labels < vocabulary) | ~counted
     if labels.device.type != "cpu":
         torch._assert_async(valid.all(), "linear_cross_entropy: a label is out of the range of the vocabulary")

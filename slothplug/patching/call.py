@@ -1,7 +1,7 @@
 """The outermost call of a patched model: who is being called, with which labels, and what to do when it ends.
 
-The patched model and its wrappers (PEFT's) get a private class that overrides ``__call__`` and leaves ``forward`` alone:
-the Trainer reads ``forward``'s signature, accelerate and TRL replace it, and autocast lives there.
+The patched model and its wrappers (PEFT's) get a private class that overrides ``__call__`` and leaves ``forward``
+alone: the Trainer reads ``forward``'s signature, accelerate and TRL replace it, and autocast lives there.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
 
 @contextmanager
 def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Iterator[Report]:
-    """``patch`` for the length of a ``with`` block: the model is what it was when the block ends, also by an exception."""
+    """``patch`` for a ``with`` block: when the block ends, also by an exception, the model is what it was."""
     report = patch(model, settings)
     try:
         yield report
@@ -186,8 +186,8 @@ def _conclude(report: Report, core: nn.Module) -> None:
         )
     if not report.fused:
         warnings.warn(
-            f"use_fast_kernels is on, but nothing in {stock_class(core).__name__} could be fused; it trains as stock does.\n"
-            f"{report}",
+            f"use_fast_kernels is on, but nothing in {stock_class(core).__name__} could be fused; "
+            f"it trains as stock does.\n{report}",
             NothingFusedWarning,
             stacklevel=3,
         )

@@ -1,10 +1,10 @@
 """The patch primitive: an instance gets a private subclass of its own class, and gets its class back on undo.
 
-Why a subclass and not a new ``forward`` on the instance: from transformers 5.24 on, ``GradientCheckpointingLayer`` wraps
-``cls.forward`` in ``__init_subclass__``, so a replaced ``forward`` silently drops checkpointing while a subclass keeps it.
-The subclass has its base's name, so FSDP's wrapping by class name, ``repr``, ``isinstance`` and state_dict keys stay.
-There is one private class for each (stock class, forward), however many instances it serves. Pickles hold the stock class
-and nothing of ours; deep copies keep the patch and use their own weights.
+Why a subclass and not a new ``forward`` on the instance: from transformers 5.24 on, ``GradientCheckpointingLayer``
+wraps ``cls.forward`` in ``__init_subclass__``, so a replaced ``forward`` silently drops checkpointing while a subclass
+keeps it. The subclass has its base's name, so FSDP's wrapping by class name, ``repr``, ``isinstance`` and state_dict
+keys stay. There is one private class for each (stock class, forward), however many instances it serves. Pickles hold
+the stock class and nothing of ours; deep copies keep the patch and use their own weights.
 """
 
 from __future__ import annotations

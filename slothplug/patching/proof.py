@@ -1,8 +1,8 @@
 """The probe's comparison: a candidate and the original, on the same inputs, forward and every gradient.
 
 A probe is no measurement of exactness (the tests do that); it answers one question: do these two compute the same
-function? So its bounds are a few units of the dtype, scaled by each row's own largest value, so that a wrong ``eps`` shows
-in rows of rms 1e-3 and a wrong cast order in a half-precision dtype.
+function? So its bounds are a few units of the dtype, scaled by each row's own largest value, so that a wrong ``eps``
+shows in rows of rms 1e-3 and a wrong cast order in a half-precision dtype.
 """
 
 from __future__ import annotations

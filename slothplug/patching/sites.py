@@ -97,8 +97,8 @@ class Served:
 
 
 FastForward = Callable[..., Any]
-"""``fast(module, served, *args, **kwargs)``: takes the place of ``forward`` on the instance. A module-level function: it
-must not close over a module, since one private class a (stock class, operation, fast) serves every instance."""
+"""``fast(module, served, *args, **kwargs)``: takes the place of ``forward`` on the instance. A module-level function:
+it must not close over a module, since one private class a (stock class, operation, fast) serves every instance."""
 
 
 @dataclass
@@ -112,8 +112,9 @@ class Site:
         fast: the forward that takes over.
         params: what ``fast`` needs to know about this module. Deep-copied with the module.
         kernel: the kernel chosen for the module's device and dtype.
-        prove: compares fast and original on a probe (forward and every gradient) and returns the reason why they differ,
-            or None. Must not touch the module, its buffers, its gradients or the RNG state (the caller forks the RNG).
+        prove: compares fast and original on a probe (forward and every gradient) and returns the reason why they
+            differ, or None. Must not touch the module, its buffers, its gradients or the RNG state (the caller forks
+            the RNG).
         verdict_key: sites of equal keys share one verdict; include the class and all that decides its mathematics.
     """
 
@@ -135,8 +136,8 @@ class Site:
 class Left:
     """A module of an operation's kind that stays as it was.
 
-    ``excused`` marks kinds that no version claims to serve (gated norms, MLA, 3-D experts): the report lists them, strict
-    mode does not raise for them.
+    ``excused`` marks kinds that no version claims to serve (gated norms, MLA, 3-D experts): the report lists them,
+    strict mode does not raise for them.
     """
 
     op: str

@@ -18,8 +18,8 @@ def twin(module: Module, dtype: torch.dtype, children: Mapping[str, nn.Module] |
     """A module of the stock class of ``module`` with its attributes, fresh random weights, and no hooks.
 
     Own parameters have the original's shapes and devices, ``dtype``, and values drawn around 1 (so that a norm's weight
-    matters); buffers are copied. Children are shared unless ``children`` names a replacement. Nothing that the twin does
-    to its parameters, buffers or flags reaches the original.
+    matters); buffers are copied. Children are shared unless ``children`` names a replacement. Nothing that the twin
+    does to its parameters, buffers or flags reaches the original.
     """
     double: Any = object.__new__(stock_class(module))
     double.__dict__.update({key: value for key, value in module.__dict__.items() if key != STATE})

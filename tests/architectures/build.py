@@ -1,4 +1,4 @@
-"""Makes a small random model of any causal LM type that the installed transformers knows, from its configuration alone."""
+"""A small random model of any causal LM type that the installed transformers knows, made from its configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""For every causal LM type of the installed transformers: what slothplug finds and serves, and whether the numbers stay.
+"""For every causal LM type of the installed transformers: what slothplug finds and serves, and if the numbers stay.
 
-    python -m tests.architectures.survey --output docs/architectures          # all types, about half an hour on two cores
-    python -m tests.architectures.survey llama qwen3 --output /tmp/two        # some
+    python -m tests.architectures.survey --output docs/architectures        # all types, half an hour on two cores
+    python -m tests.architectures.survey llama qwen3 --output /tmp/two      # some
 
 Each type runs in a process of its own: a small random model, one training step (loss and every gradient) stock and one
 patched with the same seed, in float32. A site counts as served only if its fused path ran forward and backward in that
@@ -175,20 +175,21 @@ def markdown(rows: Iterable[Mapping[str, Any]]) -> str:
 
     rows = list(rows)
     count = totals(rows)
+    served = ", ".join(f"{op} {count[op]}" for op in (*OPS, "all four"))
     lines = [
         "# Architectures",
         "",
-        f"Every causal LM type of transformers {transformers.__version__}: a small random model of each, one training step "
-        "stock and one patched. A cell is sites served / found; a site is served only if its fused path ran forward and "
-        "backward in that step, and `=` says that the loss and every gradient equal the unpatched model's in float32 "
-        f"(loss {LOSS_TOLERANCE:.0e}, gradients {GRADIENT_TOLERANCE:.0e} of the largest). Made by",
+        f"Every causal LM type of transformers {transformers.__version__}: a small random model of each, one training "
+        "step stock and one patched. A cell is sites served / found; a site is served only if its fused path ran "
+        "forward and backward in that step, and `=` says that the loss and every gradient equal the unpatched model's "
+        f"in float32 (loss {LOSS_TOLERANCE:.0e}, gradients {GRADIENT_TOLERANCE:.0e} of the largest). Made by",
         "",
         "    python -m tests.architectures.survey --output docs/architectures",
         "",
         "Gated norms, latent attention (MLA), 3-D experts and linear attention stay stock and are counted as excused.",
         "",
-        f"Of {count['types']} types {count['run']} could be built small and trained a step. Models with every site of a kind "
-        "served: " + ", ".join(f"{op} {count[op]}" for op in (*OPS, "all four")) + f". Unequal: {count['unequal']}.",
+        f"Of {count['types']} types {count['run']} could be built small and trained a step. "
+        f"Models with every site of a kind served: {served}. Unequal: {count['unequal']}.",
         "",
         "| type | head | rms_norm | rotary | glu | equal | lora | equal | left, and why |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -22,7 +22,9 @@ def test_ligers_patch_is_refused() -> None:
         import slothplug
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from transformers import LlamaConfig, LlamaForCausalLM
-        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        )
         model = LlamaForCausalLM(config)
         _apply_liger_kernel_to_instance(model=model)
         try:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slothplug.errors import StaleLogitsError
+from slothplug import StaleLogitsError
 from slothplug.exactness import assert_as_exact
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.patching.deferred import Product
