@@ -27,8 +27,9 @@ product, nothing but the inputs kept), where the forward cannot know what the ro
     float16             the upstream gradient (a loss scale) decides which d logits underflow or overflow;
     bfloat16 where the device's matrix product cannot return float32 (CPUs, CUDA before torch 2.8).
 
-d logits round to bfloat16 after the division by the number of counted rows, which is what the usual upstream gradient
-will be, so they round as those of the unfused loss do; the relative error of a rounding depends on its factor.
+Ahead, d logits round to bfloat16 after the division by ``mean``'s divisor, as those of the unfused loss do. For ``sum``
+they round undivided, whatever count the caller divides by: bfloat16 has float32's range, and rows of one kind (all p near
+1 / V, or near 0 and 1) share their rounding error, which is none for 1 and for powers of two and is not for 1 / count.
 
 Cost for N rows, H features, V classes, e bytes an element, c chunks: 2 N H V flops a product (one for the loss alone,
 two with a frozen head, three with a trainable one; one more where the gradients are not computed ahead). Traffic beyond
@@ -300,7 +301,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with _no_autocast(hidden.device):
             rows = _participants(hidden, labels, options)
             row_weight = _row_weight(rows.labels, class_weight, weight.shape[0], options.ignore_index, hidden.dtype)
-            divisor = _divisor(rows.labels, row_weight, class_weight, options, needed=ahead and _rounds(hidden))
+            divisor = row_weight.sum() if options.reduction == "mean" else None
             losses = torch.empty_like(row_weight)
             terms = _terms(class_weight, options, row_weight.dtype)
             head = _Head(weight, bias, terms, options.chunk_bytes, primitives)
@@ -393,19 +394,6 @@ def _check_labels(labels: torch.Tensor, counted: torch.Tensor, vocabulary: int) 
         torch._assert_async(valid.all(), "linear_cross_entropy: a label is out of the range of the vocabulary")
     elif not valid.all():
         raise IndexError(f"Target {labels[~valid][0].item()} is out of bounds.")
-
-
-def _divisor(
-    labels: torch.Tensor,
-    row_weight: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    options: _Options,
-    needed: bool,
-) -> torch.Tensor | None:
-    """What ``mean`` divides by; for ``sum``, where ``needed``, the number of counted rows."""
-    if options.reduction == "mean" or (needed and class_weight is None):
-        return row_weight.sum()
-    return (labels != options.ignore_index).sum().to(row_weight.dtype) if needed else None
 
 
 def _terms(class_weight: torch.Tensor | None, options: _Options, arithmetic: torch.dtype) -> Terms:
@@ -532,7 +520,7 @@ def _reduce(
         loss = losses if keep is None else losses.new_zeros(shape).index_copy_(0, keep, losses)
     else:
         loss = losses.sum()
-        if options.reduction == "mean" and divisor is not None:
+        if divisor is not None:
             loss = loss / divisor
     return loss.to(options.epilogue.dtype)
 
@@ -548,11 +536,8 @@ def _scale_ahead(
     """The forward's gradients times the upstream gradient; one rounding, to ``dtype``, and out of place."""
     arithmetic = loss_arithmetic(dtype)
     scale = grad_output.to(arithmetic)
-    divided = dtype != arithmetic
-    if options.reduction == "sum" and divided and divisor is not None:
-        scale = scale * divisor
-    elif options.reduction == "mean" and not divided and divisor is not None:
-        scale = scale / divisor
+    if divisor is not None and dtype == arithmetic:
+        scale = scale / divisor  # where d logits were rounded they were divided before
     # Loss / num_items with no item has an upstream gradient of inf, and a row without loss a gradient of 0 all the
     # same.
     counted = labels != options.ignore_index
