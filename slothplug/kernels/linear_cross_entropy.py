@@ -28,8 +28,8 @@ product, nothing but the inputs kept), where the forward cannot know what the ro
     bfloat16 where the device's matrix product cannot return float32 (CPUs, CUDA before torch 2.8).
 
 Ahead, d logits round to bfloat16 after the division by ``mean``'s divisor, as those of the unfused loss do. For ``sum``
-they round undivided, whatever count the caller divides by: bfloat16 has float32's range, and rows of one kind (all p near
-1 / V, or near 0 and 1) share their rounding error, which is none for 1 and for powers of two and is not for 1 / count.
+they round undivided, whatever count the caller divides by: bfloat16 has float32's range, and rows of one kind (all p
+near 1 / V, or near 0 and 1) share their rounding error, which is none for 1 and for powers of two, unlike 1 / count.
 
 Cost for N rows, H features, V classes, e bytes an element, c chunks: 2 N H V flops a product (one for the loss alone,
 two with a frozen head, three with a trainable one; one more where the gradients are not computed ahead). Traffic beyond
@@ -48,9 +48,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from slothplug.kernels.backend import Backend
+from slothplug.kernels.once_differentiable import once_differentiable
 
 Reduction = Literal["mean", "sum", "none"]
 # What a model does to its logits before the loss: ("mul", factor), ("div", divisor), ("tanh", None), ("cast", dtype).

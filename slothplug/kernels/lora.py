@@ -31,7 +31,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from slothplug.kernels.once_differentiable import once_differentiable
 
 Precision = Literal["peft", "compute"]
 
@@ -59,11 +60,12 @@ class Operand(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is not a tensor."""
+    """What is no tensor, or owed no gradient."""
 
     scalings: tuple[float, ...]
     base_dtype: torch.dtype
     adapter_dtype: torch.dtype
+    lowered: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 def lora_linear(
@@ -71,6 +73,7 @@ def lora_linear(
     operands: Sequence[Operand],
     *,
     adapter_input: torch.Tensor | None = None,
+    lowered: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
     precision: Precision = "peft",
 ) -> tuple[torch.Tensor, ...]:
     """Applies LoRA linears that share an input.
@@ -79,6 +82,8 @@ def lora_linear(
         x: [..., K], float32, float16 or bfloat16, any strides.
         operands: one or more, of any ranks and output sizes.
         adapter_input: x' [..., K], what the adapters read instead of x: x after dropout. None where they read x.
+        lowered: A and B of each operand, detached and in the dtype of the adapters' products, where the caller has them
+            so already; by default they are cast here.
         precision: "peft" keeps PEFT's dtypes; "compute" casts the adapters to x's dtype outside autocast.
 
     Returns:
@@ -92,13 +97,18 @@ def lora_linear(
     """
     if not operands:
         raise ValueError("lora_linear needs at least one operand")
-    plan = _plan(x, operands, precision)
+    plan = _plan(x, operands, lowered, precision)
     tensors = [tensor for o in operands for tensor in (o.weight, o.bias, o.a, o.b, o.b_bias)]
     outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(x, adapter_input, plan, *tensors)
     return outputs
 
 
-def _plan(x: torch.Tensor, operands: Sequence[Operand], precision: Precision) -> _Plan:
+def _plan(
+    x: torch.Tensor,
+    operands: Sequence[Operand],
+    lowered: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+    precision: Precision,
+) -> _Plan:
     adapter_dtype = operands[0].a.dtype
     if x.dtype not in DTYPES or adapter_dtype not in DTYPES:
         raise TypeError(f"lora_linear takes float32, float16 and bfloat16, not {x.dtype}, adapters of {adapter_dtype}")
@@ -108,10 +118,10 @@ def _plan(x: torch.Tensor, operands: Sequence[Operand], precision: Precision) ->
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        return _Plan(scalings, dtype, dtype)
+        return _Plan(scalings, dtype, dtype, lowered)
     if any(o.weight.dtype != x.dtype for o in operands):
         raise TypeError(f"x is {x.dtype} and a base weight is not; autocast is off")
-    return _Plan(scalings, x.dtype, x.dtype if precision == "compute" else adapter_dtype)
+    return _Plan(scalings, x.dtype, x.dtype if precision == "compute" else adapter_dtype, lowered)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -130,9 +140,10 @@ class _LoraLinear(torch.autograd.Function):
         rows = _cast(_flat(x), base)
         low_rows = _cast(rows if adapter_input is None else _flat(adapter_input), low)
         weights_c = [_cast(weight, base) for weight in weights]
-        a_c = _cast(a[0] if len(a) == 1 else torch.cat(a), low)
-        b_c = [_cast(second, low) for second in b]
         ranks = [first.shape[0] for first in a]
+        firsts, seconds = zip(*plan.lowered, strict=True) if plan.lowered is not None else (a, b)
+        a_c = _cast(firsts[0] if len(firsts) == 1 else torch.cat(firsts), low)
+        b_c = [_cast(second, low) for second in seconds]
 
         s = _product(low_rows, a_c.t())
         s_parts = _columns(s, ranks)

@@ -29,7 +29,7 @@ class Call:
         at_end: run in order when the call ends, also when it raises; each gets no argument.
     """
 
-    __slots__ = ("at_end", "failed", "labels", "owner")
+    __slots__ = ("__weakref__", "at_end", "failed", "labels", "owner")
 
     def __init__(self, owner: object, labels: torch.Tensor | None) -> None:
         self.owner, self.labels, self.failed = owner, labels, False

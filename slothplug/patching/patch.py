@@ -11,14 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from slothplug.errors import ConflictError, NothingFusedError, NothingFusedWarning, UnsupportedModelError
+from slothplug.errors import (
+    ConflictError,
+    NothingFusedError,
+    NothingFusedWarning,
+    SettingsError,
+    UnsupportedModelError,
+    UnsupportedVersionError,
+)
+from slothplug.kernels.backend import why_not_triton
 from slothplug.patching.call import Outermost, with_call
+from slothplug.patching.casts import Casts
 from slothplug.patching.private_class import is_patched, stock_class, take, with_forward
 from slothplug.patching.report import Report, SiteReport, unpatch
-from slothplug.patching.sites import STATE, Calls, Left, Served, Site, why_not_touchable
+from slothplug.patching.sites import STATE, Calls, Left, Served, Site, device_of, why_not_touchable
 from slothplug.patching.unwrap import wrappers_and_core
 from slothplug.plugins import plugin_manager
 from slothplug.settings import Settings
+from slothplug.versions import loaded_for
 
 logger = logging.getLogger("slothplug")
 
@@ -27,12 +37,13 @@ _verdicts: dict[Hashable, str | None] = {}
 
 
 class Owner:
-    """Identity of one patch; every state of one patched model and of its copies refers to the same one."""
+    """Identity of one patch, and what its modules share; every state of a patched model and of its copies has it."""
 
-    __slots__ = ("report",)
+    __slots__ = ("casts", "report")
 
     def __init__(self, report: Report) -> None:
         self.report = report
+        self.casts = Casts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
         return self
@@ -53,9 +64,10 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
         The report; ``report.undo()`` makes the model what it was.
 
     Raises:
-        SettingsError: a setting is not valid.
+        SettingsError: a setting is not valid, or asks for a backend that cannot serve the model's device.
         ConflictError: the model was already changed by Liger, Unsloth or Axolotl's kernels.
-        UnsupportedModelError: the model is on ``meta``.
+        UnsupportedModelError: the model is on ``meta`` and nobody will load its weights.
+        UnsupportedVersionError: torch, transformers or PEFT is older than the oldest supported version.
         NothingFusedError: ``strict`` is set and a site was left, or none was found.
     """
     parsed = Settings.from_flag(settings)
@@ -65,9 +77,11 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
     if parsed is None:
         return Report(core, Settings(ops=[]), operations)
     parsed.check_ops(operations)
-    _refuse(core, parsed)
-
     report = Report(model, parsed, operations)
+    report.notes.extend(_judge_versions(model))
+    _refuse(core, parsed)
+    report.notes.extend(_judge_backend(core, parsed))
+
     earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
     owner = next((state.owner for state in earlier.values()), Owner(report))
     sites = list(_proved_sites(core, parsed, report, earlier))
@@ -93,6 +107,22 @@ def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings
         unpatch(model)
 
 
+def _judge_versions(model: nn.Module) -> Iterator[str]:
+    """Raises where a package is too old; yields a note for each that is newer than what was tested."""
+    for package, version in loaded_for(model):
+        age = package.age(version)
+        if age == "too old":
+            raise UnsupportedVersionError(
+                f"The model was not patched: {package.name} {version} is older than {package.lowest}, the oldest that "
+                f"slothplug supports. Install with: {package.install}"
+            )
+        if age == "untested":
+            yield (
+                f"{package.name} {version} is newer than {package.newest}, the newest that slothplug was tested with; "
+                f"what could not be proved equal was left"
+            )
+
+
 def _refuse(core: nn.Module, settings: Settings) -> None:
     """Raises where the model must not be patched at all."""
     conflicts = [
@@ -101,30 +131,48 @@ def _refuse(core: nn.Module, settings: Settings) -> None:
     if conflicts:
         raise ConflictError("The model was not patched. " + " ".join(conflicts))
     parameters = list(core.parameters())
-    if parameters and all(parameter.is_meta for parameter in parameters):
+    offloaded = any(hasattr(module, "_hf_hook") for module in core.modules())  # accelerate loads them for each call
+    if parameters and all(parameter.is_meta for parameter in parameters) and not offloaded:
         raise UnsupportedModelError(
             "The model was not patched: all its weights are on the 'meta' device, so nothing can be compared on it. "
             "Load the weights (or call model.to_empty and initialise them) before the patch."
         )
 
 
+def _judge_backend(core: nn.Module, settings: Settings) -> Iterator[str]:
+    """Raises where Triton was asked for and cannot serve; yields a note where it was not taken by itself."""
+    reason = why_not_triton(device_of(core)) if settings.backend != "torch" else None
+    if reason and settings.backend == "triton":
+        raise SettingsError(
+            f"The model was not patched: use_fast_kernels.backend is 'triton', but {reason}. Mend that, or set it "
+            f"to 'auto' (PyTorch where Triton cannot serve) or 'torch'."
+        )
+    if reason:
+        yield f"kernels run on PyTorch: {reason}"
+
+
 def _proved_sites(
     core: nn.Module, settings: Settings, report: Report, earlier: Mapping[nn.Module, Served]
 ) -> Iterator[Site]:
     """Yields the sites to patch; enters into the report those that are left, and those that an earlier patch serves."""
-    claimed: set[nn.Module] = set()
+    claimed: set[tuple[nn.Module, str]] = set()
+    served_by = {module: state.op for module, state in earlier.items() if isinstance(state, Served)}
     for found in plugin_manager().hook.slothplug_find_sites(model=core, settings=settings):
         for item in found:
-            if item.module in claimed or not settings.wants(item.op):
+            key = (item.module, item.op)
+            if key in claimed or served_by.get(item.module, item.op) != item.op or not settings.wants(item.op):
                 continue
-            claimed.add(item.module)
+            claimed.add(key)
             if isinstance(item, Left):
                 _leave(report, item.op, item.name, item.module, item.reason, item.excused)
-            elif item.module in earlier:
+            elif item.module in served_by:
                 _enter(report, item, earlier[item.module].calls)
             elif reason := why_not_touchable(item.module) or _verdict(item, settings):
                 _leave(report, item.op, item.name, item.module, reason)
+            elif item.module in earlier:
+                _leave(report, item.op, item.name, item.module, "an earlier patch serves it otherwise: undo that first")
             else:
+                served_by[item.module] = item.op
                 yield item
 
 

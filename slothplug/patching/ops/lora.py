@@ -8,7 +8,7 @@ answered by the original forward, and the report counts why.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,8 +18,11 @@ from torch.nn.modules import module as torch_module
 
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.lora import DTYPES, Operand, Precision, lora_linear
+from slothplug.patching.call import current_call
+from slothplug.patching.casts import Casts
 from slothplug.patching.private_class import is_patched, stock_class
 from slothplug.patching.proof import difference, probe_rows
+from slothplug.patching.recording import why_recorded
 from slothplug.patching.siblings import Kept, Member, collect, groups_in, keep, shareable, state_now
 from slothplug.patching.sites import (
     STATE,
@@ -136,20 +139,22 @@ class Adapted(NamedTuple):
     operand: Operand
     dropout: nn.Module | None
     """The dropout to be called, or None where it does nothing."""
+    factors: tuple[nn.Module, nn.Module]
+    """The layers that hold A and B."""
 
 
 def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Takes the place of the LoRA layer's forward."""
     if args or kwargs:
         return served.fall_back(module, "called with more than the input", x, *args, **kwargs)
-    if torch.compiler.is_compiling():
-        return served.fall_back(module, "traced by torch.compile", x)
+    if reason := why_recorded():
+        return served.fall_back(module, reason, x)
     if type(x) not in _PLAIN:
         return served.fall_back(module, f"input of type {type(x).__name__}", x)
     found = adapted(module)
     if isinstance(found, str):
         return served.fall_back(module, found, x)
-    operand, dropout = found
+    operand, dropout, _ = found
     member: Member | None = served.params
     state: tuple[Any, ...] = ()
     alone = True
@@ -158,6 +163,7 @@ def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
         state = state_now(served.owner, served.device_type)
         kept = collect(member, x, _inputs(operand, state), state)
         if isinstance(kept, Kept):
+            served.calls.collected += 1
             return served.calls.serve(kept.output)
         alone = kept
     reason = _why_not(x, operand, served.device_type)
@@ -166,28 +172,42 @@ def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
     if dropout is not None:
         # The mask is drawn as PEFT draws it: by the layer's own module, from an input in the adapter's dtype, in turn.
         dropped = dropout(x if x.dtype is operand.a.dtype else x.to(operand.a.dtype))
-        return served.calls.serve(served.kernel(x, (operand,), adapter_input=dropped)[0])
+        lowered = _lowered(served, (found,))
+        return served.calls.serve(served.kernel(x, (operand,), adapter_input=dropped, lowered=lowered)[0])
     if alone or member is None:
-        return served.calls.serve(served.kernel(x, (operand,))[0])
-    return served.calls.serve(_for_siblings(member, served, x, operand, state))
+        return served.calls.serve(served.kernel(x, (operand,), lowered=_lowered(served, (found,)))[0])
+    return served.calls.serve(_for_siblings(member, served, x, found, state))
+
+
+def _lowered(served: Served, parts: Sequence[Adapted]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """A and B of each part in autocast's dtype; None where they are multiplied in their own, or outside of a patch."""
+    if served.owner is None or not torch.is_autocast_enabled(served.device_type):
+        return None
+    dtype = torch.get_autocast_dtype(served.device_type)
+    if parts[0].operand.a.dtype is dtype:
+        return None
+    casts: Casts = served.owner.casts  # type: ignore[attr-defined]
+    call = current_call(served.owner)
+    return [(casts.weight(a, dtype, call), casts.weight(b, dtype, call)) for a, b in (p.factors for p in parts)]
 
 
 def _for_siblings(
-    member: Member, served: Served, x: torch.Tensor, operand: Operand, state: tuple[Any, ...]
+    member: Member, served: Served, x: torch.Tensor, own: Adapted, state: tuple[Any, ...]
 ) -> torch.Tensor:
     """The member's output, computed with those of its siblings that are in the plain case."""
-    operands, partners = [operand], []
+    parts, partners = [own], []
     for index, sibling in member.others():
         sibling_state = sibling.__dict__.get(STATE)
         if sibling_state is None:
             continue
         found = adapted(sibling)
-        if isinstance(found, str) or found.dropout is not None or found.operand.a.dtype is not operand.a.dtype:
+        if isinstance(found, str) or found.dropout is not None or found.operand.a.dtype is not own.operand.a.dtype:
             continue
         if _why_not(x, found.operand, served.device_type) is None:
-            operands.append(found.operand)
+            parts.append(found)
             partners.append((index, sibling_state.calls))
-    output, *others = served.kernel(x, operands)
+    operands = [part.operand for part in parts]
+    output, *others = served.kernel(x, operands, lowered=_lowered(served, parts))
     kept = {
         index: Kept(y, _inputs(o, state), calls)
         for (index, calls), y, o in zip(partners, others, operands[1:], strict=True)
@@ -266,7 +286,7 @@ def _operand(
         return "the adapter's first layer has a bias"
     if not isinstance(scaling, (float, int)):
         return f"its scaling is a {type(scaling).__name__}"
-    return Adapted(Operand(weight, bias, a, b, scaling, b_bias), dropout)
+    return Adapted(Operand(weight, bias, a, b, scaling, b_bias), dropout, (first, second))
 
 
 def _hooked(own: dict[str, Any]) -> bool:
