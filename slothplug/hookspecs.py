@@ -36,8 +36,8 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterable[Site 
 
     Called once a patch with the unwrapped model, in training or evaluation mode, on any device, possibly sharded.
     Return a ``Site`` for each module that should be served, or a ``Left`` with the reason where a module is of the
-    right kind but cannot be. Change nothing. The first plugin to claim a module wins; plugins registered last are asked
-    first.
+    right kind but cannot be. Change nothing. Plugins registered last are asked first: what is said first about a
+    module and an operation counts, and a module is served for one operation only.
     """
     raise NotImplementedError
 

@@ -34,10 +34,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from slothplug.kernels.backend import Backend
+from slothplug.kernels.once_differentiable import once_differentiable
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "quick_gelu"]
 Layout = Literal["gate_up", "up_gate", "interleaved"]

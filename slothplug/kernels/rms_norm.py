@@ -22,13 +22,13 @@ import functools
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from slothplug.kernels.backend import Backend
+from slothplug.kernels.once_differentiable import once_differentiable
 
 Casting = Literal["before_weight", "after_weight"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Variant(NamedTuple):
@@ -66,7 +66,7 @@ def rms_norm(
         TypeError: a dtype other than the three.
         ValueError: a weight that is not [H], an unknown ``casting`` or ``backend``.
     """
-    if x.dtype not in _DTYPES or (weight is not None and weight.dtype not in _DTYPES):
+    if x.dtype not in DTYPES or (weight is not None and weight.dtype not in DTYPES):
         raise TypeError(f"rms_norm takes float32, float16 and bfloat16, not {x.dtype} with {_dtype_of(weight)}")
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"weight of shape {tuple(weight.shape)} cannot scale rows of x, {tuple(x.shape)}")

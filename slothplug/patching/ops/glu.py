@@ -28,6 +28,7 @@ from slothplug.kernels.backend import Backend, choose_backend, why_not_triton
 from slothplug.kernels.glu import DTYPES, LAYOUTS, Activation, Layout, glu, glu_packed, split_packed
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.proof import difference, probe_rows
+from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import STATE, Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
 from slothplug.patching.twin import twin
 from slothplug.plugins import kernel_for
@@ -207,8 +208,8 @@ def _why_not(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str | None:
-    if torch.compiler.is_compiling():
-        return "traced by torch.compile"
+    if reason := why_recorded():
+        return reason
     if len(args) != 1 or kwargs:
         return "called with other arguments than the hidden states"
     x = args[0]

@@ -25,6 +25,7 @@ from slothplug.patching.deferred import EpilogueStep, Product
 from slothplug.patching.lazy_logits import put_off
 from slothplug.patching.private_class import is_patched, stock_class
 from slothplug.patching.proof import difference
+from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import Calls, Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
 from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
@@ -101,8 +102,8 @@ def fast_head(module: nn.Module, served: Served, hidden: torch.Tensor, *args: An
 def _why_not(
     module: nn.Module, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, device_type: str
 ) -> str | None:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return "traced or transformed by torch.compile or torch.func"
+    if reason := why_recorded():
+        return reason
     if not is_patched(module) and not _stays_gathered(module):
         return "its weights are freed when its call ends"
     if module._backward_hooks or module._backward_pre_hooks:

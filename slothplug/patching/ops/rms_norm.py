@@ -13,9 +13,10 @@ from torch import nn
 
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.backend import choose_backend, why_not_triton
-from slothplug.kernels.rms_norm import rms_norm
+from slothplug.kernels.rms_norm import DTYPES, rms_norm
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.proof import PROBE_RMS, difference, probe_rows
+from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
 from slothplug.patching.twin import twin
 from slothplug.plugins import kernel_for
@@ -60,7 +61,7 @@ def slothplug_operations() -> list[Operation]:
 
 @hookimpl
 def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, settings: Settings) -> Kernel | None:
-    if operation != NAME:
+    if operation != NAME or dtype not in DTYPES:
         return None
     backend = choose_backend(device) if settings.backend == "auto" else settings.backend
     if backend == "triton" and why_not_triton(device):
@@ -74,12 +75,17 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
     for name, module in model.named_modules():
         if not _is_candidate(module):
             continue
+        named = "rmsnorm" in stock_class(module).__name__.lower()
+        if device_of(module).type == "meta":
+            if named:
+                yield Left(NAME, name, module, "its weights are on the meta device")
+            continue
         key = (stock_class(module), _width(module), *sorted(_epsilons(module)))
         if key not in identified:
             identified[key] = identify(module)
         norm = identified[key]
         if norm is None:
-            if "rmsnorm" in stock_class(module).__name__.lower():
+            if named:
                 yield Left(NAME, name, module, "computes something else than the known RMS normalisations")
             continue
         kernel = kernel_for(NAME, device_of(module), dtype_of(module), settings)
@@ -94,9 +100,9 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
 def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Takes the place of the norm's forward."""
     norm: Norm = served.params
-    weight = module._parameters[norm.weight] if norm.weight else None
     if args or kwargs:
         return served.fall_back(module, "called with more than the hidden states", x, *args, **kwargs)
+    weight = _weight(module, norm.weight) if norm.weight else None
     if reason := _why_not(x, weight, served.device_type):
         return served.fall_back(module, reason, x)
     return served.calls.serve(
@@ -105,15 +111,23 @@ def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
 
 
 def _why_not(x: torch.Tensor, weight: torch.Tensor | None, device_type: str) -> str | None:
-    if torch.compiler.is_compiling():
-        return "traced by torch.compile"
-    if not plain(x) or not x.is_floating_point():
+    if reason := why_recorded():
+        return reason
+    if not plain(x):
         return f"input of type {type(x).__name__}"
+    if x.dtype not in DTYPES or (weight is not None and weight.dtype not in DTYPES):
+        return f"input of {x.dtype}" + (f", weight of {weight.dtype}" if weight is not None else "")
     if x.device.type != device_type:
         return f"input on {x.device.type}, patched for {device_type}"
     if weight is not None and (not plain(weight) or weight.numel() != x.shape[-1] or weight.device != x.device):
         return "weight is sharded or elsewhere"
     return None
+
+
+def _weight(module: nn.Module, name: str) -> torch.Tensor:
+    """The weight, which is a plain attribute in the replicas of ``nn.DataParallel``."""
+    weight = module._parameters.get(name)
+    return weight if weight is not None else getattr(module, name)
 
 
 def identify(module: nn.Module) -> Norm | None:
