@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-# Read before tests/kernels sets it for its own tests.
-_ASKED_TO_INTERPRET = "TRITON_INTERPRET" in os.environ
+KERNEL_TESTS = Path(__file__).parent / "kernels"
+# Where the variable is set by hand it is left alone: then every test runs on interpreted kernels.
+SWITCHES_INTERPRETER = not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
 
 torch.set_num_threads(1)
+if SWITCHES_INTERPRETER:
+    # Triton reads it wherever a function is decorated; for its own library that is when anything first imports triton,
+    # and the frameworks that other tests import do.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
-@pytest.fixture(autouse=True)
-def _interpreter_in_kernel_tests_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere ``backend: auto`` on a CPU means PyTorch, whichever tests share the process."""
-    in_kernel_tests = request.config.rootpath / "tests" / "kernels" in request.path.parents
-    if not in_kernel_tests and not _ASKED_TO_INTERPRET:
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Outside tests/kernels ``backend: auto`` on a CPU means PyTorch, whichever tests share the process."""
+    if SWITCHES_INTERPRETER:
+        if item.path.is_relative_to(KERNEL_TESTS):
+            os.environ["TRITON_INTERPRET"] = "1"
+        else:
+            os.environ.pop("TRITON_INTERPRET", None)

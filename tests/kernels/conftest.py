@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    # Triton reads it when a kernel is defined, so before any kernel module is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from slothplug.kernels.backend import Backend, why_not_triton
 
