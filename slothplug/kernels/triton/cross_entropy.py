@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import triton
@@ -243,16 +244,26 @@ def _cross_entropy_rows_kernel(
             tl.store(logits_ptr + columns, d.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
+# The three ways in which a loss is computed: without gradients, with gradients ahead of backward and with those of
+# backward, which has an upstream gradient for each row.
+_Way = Literal["loss", "ahead", "backward"]
+
+
 def offline_cases() -> Iterable[OfflineCase]:
+    """Each way in bfloat16; each walk, alignment, dtype, epilogue and option where it meets the most code, ahead."""
     plain = Epilogue(1.0, False, 1.0, torch.float32)
     capped = Epilogue(1 / 30, True, 30.0, torch.float32)
     scaled = Epilogue(0.0625, False, 1.0, torch.float32)
     with noted_launches() as cases:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for vocabulary in (257, 1000, 65537, 128256):
-                _note(dtype, vocabulary, plain)
-            _note(dtype, 256000, capped)
-            _note(dtype, 256000, scaled)
+        for way in get_args(_Way):
+            _note(torch.bfloat16, 128256, plain, way)
+        for vocabulary in (257, 1000, 65537):
+            _note(torch.bfloat16, vocabulary, plain)
+        for dtype in (torch.float16, torch.float32):
+            _note(dtype, 128256, plain)
+            _note(dtype, 128256, capped, "backward")
+        _note(torch.bfloat16, 256000, capped)
+        _note(torch.bfloat16, 256000, scaled)
         _note(torch.bfloat16, 128256, plain, label_smoothing=0.1, z_loss=1e-4)
         _note(torch.bfloat16, 128256, capped, label_smoothing=0.1, weighted=True)
     return cases
@@ -262,22 +273,16 @@ def _note(
     dtype: torch.dtype,
     vocabulary: int,
     epilogue: Epilogue,
+    way: _Way = "ahead",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     weighted: bool = False,
 ) -> None:
-    """The loss alone, gradients computed ahead (with and without a divisor) and gradients computed again, per row."""
     logits = torch.empty(2048, -(-vocabulary // 64) * 64, dtype=dtype, device="meta")[:, :vocabulary]
     labels = torch.empty(2048, dtype=torch.int64, device="meta")
     losses = torch.empty(2048, device="meta")
     scalar = torch.empty((), device="meta")
     class_weight = torch.empty(vocabulary, device="meta") if weighted else None
     terms = Terms(-100, label_smoothing, z_loss, epilogue, class_weight, scalar if weighted else None)
-    launches: tuple[tuple[torch.Tensor | None, Upstream | None], ...] = (
-        (losses, None),
-        (losses, Upstream(None, None)),
-        (losses, Upstream(None, scalar)),
-        (None, Upstream(losses, None)),
-    )
-    for target, upstream in launches:
-        TritonPrimitives.cross_entropy_rows(logits, labels, target, terms, upstream)
+    upstream = {"loss": None, "ahead": Upstream(None, scalar), "backward": Upstream(losses, None)}[way]
+    TritonPrimitives.cross_entropy_rows(logits, labels, None if way == "backward" else losses, terms, upstream)
