@@ -201,7 +201,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: operands of unequal dtype, labels that are not int64, a class weight that is not floating.
-        ValueError: shapes that do not fit, an option out of its range, an epilogue with two tanh.
+        ValueError: shapes that do not fit, an empty vocabulary, an option out of its range, an epilogue with two tanh.
         IndexError: on a CPU, a label out of range. On CUDA a device-side assertion, as
             without fusion.
     """
@@ -259,6 +259,8 @@ def _check(
     for name, vector in (("bias", bias), ("class_weight", class_weight)):
         if vector is not None and vector.shape != weight.shape[:1]:
             raise ValueError(f"{name} is [V] = {tuple(weight.shape[:1])}, got {tuple(vector.shape)}")
+    if weight.shape[0] == 0:
+        raise ValueError("weight [V, H] has no rows: there is no cross-entropy over an empty vocabulary")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:

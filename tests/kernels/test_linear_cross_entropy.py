@@ -371,9 +371,10 @@ def test_chunks_follow_the_budget() -> None:
     assert chunk_rows(100, 128256, 2, 512 * 2**20) == 128
     assert chunk_rows(4096, 128256, 2, 2**20) == 4
     assert chunk_rows(4096, 128256, 2, 1) == 1
-    for count, vocabulary, size in itertools.product((1, 2049, 16384), (257, 65537, 151936, 262208), (2, 4)):
+    for count, vocabulary, size in itertools.product((0, 1, 2049, 16384), (257, 65537, 151936, 262208), (2, 4)):
         rows = chunk_rows(count, vocabulary, size, 512 * 2**20)
-        assert rows * (-(-vocabulary // 64) * 64) * size <= 512 * 2**20
+        assert 0 < rows * (-(-vocabulary // 64) * 64) * size <= 512 * 2**20
+        assert chunk_rows(count, vocabulary, size, 1) == 1
 
 
 class Watch(TorchDispatchMode):
@@ -640,6 +641,8 @@ def test_refusals() -> None:
         linear_cross_entropy(hidden, weight, labels[:2])
     with pytest.raises(ValueError, match="do not fit"):
         linear_cross_entropy(hidden, torch.randn(7, 5), labels)
+    with pytest.raises(ValueError, match="empty vocabulary"):
+        linear_cross_entropy(hidden, torch.randn(0, 4), torch.full((3,), IGNORED))
     with pytest.raises(ValueError, match=r"class_weight is \[V\]"):
         linear_cross_entropy(hidden, weight, labels, class_weight=torch.ones(3))
     with pytest.raises(ValueError, match="reduction"):
