@@ -1,6 +1,8 @@
-# make demo    train a small model twice, stock and with the flag, and compare
-# make test    run the tests
-# make lint    ruff and mypy
+# make demo                    train a small model twice, stock and with the flag, and compare
+# make test                    run the tests, with the newest supported releases
+# make test-versions           run the core tests with each set of releases in tests/versions
+# make architectures-spread    patch and train a step of 25 model types that differ most
+# make lint                    ruff and mypy
 #
 # Each sets up what it needs in $(VENV) first: Python 3.11+ with pip is all that has to be there.
 
@@ -16,9 +18,13 @@ TORCH ?= torch==2.13.0
 WORKERS ?= auto
 TESTS ?= tests
 
+# The releases of transformers, PEFT, TRL and accelerate that the tests run with.
+REQUIREMENTS ?= tests/versions/newest.txt
+VERSIONS ?= oldest llamafactory axolotl newest
+
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-versions architectures-spread lint clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/slothplug demo
@@ -26,13 +32,22 @@ demo: $(VENV)/.demo
 test: $(VENV)/.development
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(TESTS)
 
+test-versions: $(VERSIONS:%=test-versions-%)
+
+# Each set has a virtual environment of its own.
+test-versions-%: tests/versions/%.txt
+	$(MAKE) --no-print-directory test VENV=$(VENV)-$* REQUIREMENTS=$< TESTS='-m core tests'
+
+architectures-spread: $(VENV)/.development
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "" tests/architectures
+
 lint: $(VENV)/.development
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) build dist slothplug-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERSIONS:%=$(VENV)-%) build dist slothplug-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # pip from 25.1 on knows dependency groups.
 $(VENV)/.torch: Makefile
@@ -46,6 +61,6 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) install --editable '.[demo]'
 	touch $@
 
-$(VENV)/.development: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable '.[demo,triton]' --group test --group lint
+$(VENV)/.development: $(VENV)/.torch pyproject.toml $(REQUIREMENTS)
+	$(PIP) install --requirement $(REQUIREMENTS) --editable '.[demo,triton]' --group test --group lint
 	touch $@
