@@ -25,7 +25,7 @@ from slothplug.kernels.backend import Backend
 
 Pairing = Literal["half", "interleaved"]
 Output = Literal["same", "half"]
-Table = Literal["cat", "repeat", "single"]
+Table = Literal["cat", "halves", "repeat", "single"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,8 +78,10 @@ def rotary(
         pairing: "half" pairs element i with i + R/2, "interleaved" 2i with 2i + 1.
         output: "half" writes interleaved pairs as halves: first all x0, then all x1 (DeepSeek V3).
         table: how R entries serve R/2 pairs. "cat": [a, b, .., a, b, ..]; with half pairing each element reads its own
-            entry, with interleaved pairing the first half serves both elements (GLM). "repeat": [a, a, b, b, ..], each
-            element of an interleaved pair reads its own (Cohere). "single": [a, b, ..], both read one (GPT-OSS).
+            entry, with interleaved pairing the first half serves both elements (GLM). "halves": the same layout, of
+            which each element of an interleaved pair reads its own half (DeepSeek V3 in transformers 4). "repeat":
+            [a, a, b, b, ..], each element of an interleaved pair reads its own (Cohere). "single": [a, b, ..], both
+            read one (GPT-OSS).
         rotate_last: the last R elements of a head are rotated, not the first R (DeepSeek V4).
         promote: outputs have the dtype that torch promotes the input and the tables to (a bfloat16 q with float32
             tables gives float32, as the usual eager function does); otherwise the input's own.
@@ -130,6 +132,8 @@ def _entries(pairing: Pairing, output: Output, table: Table) -> Literal["halves"
         raise ValueError(f"unknown pairing {pairing!r} or output {output!r}")
     if table == "cat":
         return "halves" if pairing == "half" else "shared"
+    if table == "halves" and pairing == "interleaved":
+        return "halves"
     if table == "repeat" and pairing == "interleaved":
         return "neighbours"
     if table == "single":

@@ -43,6 +43,11 @@ VARIANTS = {
     "cohere": Variant("cohere", INTERLEAVED | {"table": "repeat", "promote": False}, table="repeat"),
     "glm4v": Variant("glm4v", INTERLEAVED | {"table": "repeat"}, table="repeat", partial=True),
     "deepseek_v3": Variant("deepseek_v3", INTERLEAVED | {"output": "half"}, function="apply_rotary_pos_emb_interleave"),
+    "deepseek_v3 of transformers 4": Variant(
+        "deepseek_v3",
+        INTERLEAVED | {"output": "half", "table": "halves"},
+        function="apply_rotary_pos_emb_interleave",
+    ),
     "deepseek_v4": Variant(
         "deepseek_v4",
         INTERLEAVED | {"table": "single", "rotate_last": True, "promote": False},
@@ -80,6 +85,7 @@ def oracle(
         entries = {
             "single": (p, p),
             "repeat": (2 * p, 2 * p + 1),
+            "halves": (p, p + half),
             "cat": (p, p + half) if pairing == "half" else (p, p),
         }[table]
         (c0, c1), (s0, s1) = ([t[:, None, :, i] for i in entries] for t in (cos, sin))
@@ -206,8 +212,8 @@ OPTIONS = [
     {"pairing": pairing, "output": output, "table": table}
     for pairing in ("half", "interleaved")
     for output in ("same", "half")
-    for table in ("cat", "repeat", "single")
-    if (pairing, table) != ("half", "repeat")
+    for table in ("cat", "repeat", "single", "halves")
+    if pairing == "interleaved" or table in ("cat", "single")
 ]
 
 

@@ -273,8 +273,10 @@ def offline_cases() -> list[OfflineCase]:
             _note(32, 8, 128, dtype, llama)
         _note(14, 2, 64, torch.bfloat16, llama._replace(width=64))
         _note(4, None, 128, torch.bfloat16, llama)
-        for rotation in (llama.transpose(), cohere, cohere.transpose(), deepseek, deepseek.transpose()):
-            _note(32, 8, rotation.width, torch.bfloat16, rotation)
+        _note(32, 8, 128, torch.bfloat16, llama.transpose())
+        for layout in (cohere, deepseek, deepseek._replace(table="halves")):
+            for rotation in (layout, layout.transpose()):
+                _note(32, 8, rotation.width, torch.bfloat16, rotation)
         for start in (0, 60):
             _note(32, 32, 80, torch.bfloat16, partial._replace(start=start))
     return cases

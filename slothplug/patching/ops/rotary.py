@@ -180,11 +180,13 @@ def exchange(forward: Callable[..., Any]) -> Exchange | str | None:
         rotation = identify(function)
         if isinstance(rotation, str):
             reasons.append(f"{name} {rotation}")
-            continue
-        replaced = rebuild(rebuilt, name, _replacement(function, rotation))
+            replacement = _counted(function, rotation)
+        else:
+            rotations.append((function, rotation))
+            replacement = _replacement(function, rotation)
+        replaced = rebuild(rebuilt, name, replacement)
         assert replaced is not None  # the name was found in the chain that is rebuilt
         rebuilt = replaced
-        rotations.append((function, rotation))
     if rotations:
         return Exchange(rebuilt, tuple(rotations))
     return "; ".join(reasons) or None
@@ -241,6 +243,18 @@ def _replacement(function: FunctionType, rotation: Rotation) -> Callable[..., An
 
 
 def _why_not(q: Any, k: Any, cos: Any, sin: Any, pair: bool, others: dict[str, Any], device_type: str) -> str | None:
+def _counted(function: FunctionType, reason: str) -> Callable[..., Any]:
+    """``function`` itself, beside recognised ones: its calls count as fallen back, so that none goes unseen."""
+
+    @functools.wraps(function)
+    def original(*args: Any, **kwargs: Any) -> Any:
+        if _announced.served is not None:
+            _announced.served.calls.fallbacks[f"{function.__name__} {reason}"] += 1
+        return function(*args, **kwargs)
+
+    return original
+
+
     if any(value is not None for value in others.values()):
         return f"called with {', '.join(others)}"
     if not plain(q) or not plain(cos) or not plain(sin) or (pair and not plain(k)):
@@ -352,11 +366,12 @@ def _form_keys(signature: Signature) -> Iterator[tuple[tuple[int, int, int | Non
 
 
 def _variants() -> Iterator[Variant]:
-    for table, rotate_last, promote in itertools.product(("cat", "single", "repeat"), (False, True), (True, False)):
-        if table != "repeat":
-            yield Variant("half", "same", table, rotate_last, promote)  # type: ignore[arg-type]
-        yield Variant("interleaved", "same", table, rotate_last, promote)  # type: ignore[arg-type]
-        yield Variant("interleaved", "half", table, rotate_last, promote)  # type: ignore[arg-type]
+    tables: tuple[Table, ...] = ("cat", "single", "repeat", "halves")
+    for table, rotate_last, promote in itertools.product(tables, (False, True), (True, False)):
+        if table in ("cat", "single"):
+            yield Variant("half", "same", table, rotate_last, promote)
+        yield Variant("interleaved", "same", table, rotate_last, promote)
+        yield Variant("interleaved", "half", table, rotate_last, promote)
 
 
 def _call(
