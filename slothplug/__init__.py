@@ -12,6 +12,7 @@ from slothplug.errors import (
     StaleLogitsError,
     UndoError,
     UnsupportedModelError,
+    UnsupportedVersionError,
 )
 from slothplug.hookspecs import hookimpl
 from slothplug.patching.patch import fast_kernels, patch
@@ -33,6 +34,7 @@ __all__ = [
     "StaleLogitsError",
     "UndoError",
     "UnsupportedModelError",
+    "UnsupportedVersionError",
     "fast_kernels",
     "hookimpl",
     "patch",

@@ -19,6 +19,10 @@ class UnsupportedModelError(SlothplugError, RuntimeError):
     """The model cannot be patched in the state it is in (on ``meta``, on two devices)."""
 
 
+class UnsupportedVersionError(SlothplugError, RuntimeError):
+    """A package that the model comes from is older than the oldest supported version."""
+
+
 class NothingFusedError(SlothplugError, RuntimeError):
     """``strict: true`` and a site was left as it was, or none was found."""
 

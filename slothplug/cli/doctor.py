@@ -9,58 +9,22 @@ from importlib import metadata
 from typing import Literal
 
 import torch
-from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
 import slothplug
 from slothplug.cli.self_test import self_test
 from slothplug.kernels.backend import choose_backend, triton_importable, why_not_triton
-
-
-@dataclass(frozen=True)
-class Package:
-    """A distribution that slothplug works with, and the versions it is tested on.
-
-    Attributes:
-        name: the distribution's name.
-        needed: training is impossible without it.
-        lowest, below: supported are ``lowest <= version < below``; None where any version will do.
-        use: what it is needed for.
-    """
-
-    name: str
-    use: str
-    needed: bool = False
-    lowest: str | None = None
-    below: str | None = None
-
-    @property
-    def requirement(self) -> str:
-        bounds = [f">={self.lowest}"] * bool(self.lowest) + [f"<{self.below}"] * bool(self.below)
-        return f"pip install '{self.name}{','.join(bounds)}'"
-
-
-PACKAGES = (
-    Package("torch", "everything", needed=True, lowest="2.6"),
-    Package("transformers", "models and Trainer", needed=True, lowest="4.56", below="5.25"),
-    Package("accelerate", "Trainer", needed=True, lowest="1.1"),
-    Package("peft", "LoRA", lowest="0.18", below="0.22"),
-    Package("triton", "kernels on a GPU", lowest="3.2"),
-    Package("trl", "SFTTrainer, DPOTrainer"),
-    Package("bitsandbytes", "8-bit optimisers, quantised bases"),
-    Package("axolotl", "its own runs"),
-    Package("llamafactory", "its own runs"),
-)
+from slothplug.versions import PACKAGES, PEFT, Package
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table; ``state`` "broken" means that training would not work."""
+    """One line of the table; ``state`` "broken" means that training would not work, "untested" that it may."""
 
     subject: str
     found: str
-    state: Literal["ok", "absent", "broken"]
+    state: Literal["ok", "absent", "untested", "broken"]
     advice: str = ""
 
 
@@ -72,7 +36,7 @@ def run_doctor() -> int:
     table = Table(title=f"slothplug {slothplug.__version__}, Python {platform.python_version()}", title_justify="left")
     for column in ("", "found", "state"):
         table.add_column(column)
-    colour = {"ok": "green", "absent": "dim", "broken": "red"}
+    colour = {"ok": "green", "absent": "dim", "untested": "yellow", "broken": "red"}
     for finding in findings:
         table.add_row(finding.subject, finding.found, f"[{colour[finding.state]}]{finding.state}[/]")
     console.print(table)
@@ -96,24 +60,22 @@ def _packages() -> Iterator[Finding]:
 
 def _absent(package: Package) -> Finding:
     if package.needed:
-        return Finding(package.name, "not installed", "broken", f"needed for {package.use}: {package.requirement}")
-    wanted = package.name == "peft" or (package.name == "triton" and torch.cuda.is_available())
-    advice = f"for {package.use}: {package.requirement}" if wanted else ""
+        return Finding(package.name, "not installed", "broken", f"needed for {package.use}: {package.install}")
+    wanted = package is PEFT or (package.name == "triton" and torch.cuda.is_available())
+    advice = f"for {package.use}: {package.install}" if wanted else ""
     return Finding(package.name, f"not installed ({package.use})", "absent", advice)
 
 
 def judge(package: Package, version: str) -> Finding:
-    """Whether ``version`` of ``package`` is one that slothplug is tested on."""
-    number = Version(version)
-    # A range of minor releases: "5.24.1" and "5.24.0.dev0" belong to 5.24.
-    minor = Version(f"{number.major}.{number.minor}")
-    if package.lowest and minor < Version(package.lowest):
-        reason = f"{version} is older than {package.lowest}, the oldest supported"
-    elif package.below and minor >= Version(package.below):
-        reason = f"{version} is newer than what slothplug was tested on (below {package.below})"
-    else:
-        return Finding(package.name, version, "ok")
-    return Finding(package.name, version, "broken", f"{reason}: {package.requirement}")
+    """Whether ``version`` of ``package`` is one that slothplug supports, and was tested with."""
+    age = package.age(version)
+    if age == "too old":
+        advice = f"{version} is older than {package.lowest}, the oldest supported: {package.install}"
+        return Finding(package.name, version, "broken", advice)
+    if age == "untested":
+        advice = f"{version} is newer than {package.newest}, the newest tested; a tested one: {package.install}"
+        return Finding(package.name, version, "untested", advice)
+    return Finding(package.name, version, "ok")
 
 
 def _devices() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slothplug.errors import SlothplugError
+from slothplug.versions import PEFT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -128,7 +129,7 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise SlothplugError("--lora needs PEFT. Install with: pip install 'peft>=0.18,<0.22'") from None
+        raise SlothplugError(f"--lora needs PEFT. Install with: {PEFT.install}") from None
     adapted: nn.Module = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
