@@ -27,3 +27,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             os.environ["TRITON_INTERPRET"] = "1"
         else:
             os.environ.pop("TRITON_INTERPRET", None)
+
+
+@pytest.fixture(autouse=True)
+def _no_mixed_precision_of_an_earlier_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 4 tells accelerate by an environment variable, which outlives the trainer that was built."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")

@@ -12,6 +12,13 @@ import transformers
 from slothplug.integrations.hf import frontdoor
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """The integration must work on every supported set of versions; the launcher but once."""
+    launcher = item.path.name == "test_run.py" and item.name != "test_python_script"
+    if not launcher and not item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.core)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet() -> None:
     torch.set_num_threads(1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 from slothplug import NothingFusedError, NothingFusedWarning, SettingsError
@@ -34,20 +35,38 @@ def _trainer(
     )
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["bare", "peft"])
-def test_what_the_trainer_reads_from_the_model_stays(tmp_path: Path, adapted: bool) -> None:
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "bare": llama,
+    "peft": lambda: with_lora(llama()),
+    "ddp": lambda: DistributedDataParallel(llama()),
+    "ddp of peft": lambda: DistributedDataParallel(with_lora(llama())),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_the_trainer_reads_from_the_model_stays(tmp_path: Path, kind: str, process_group: None) -> None:
     """https://github.com/linkedin/Liger-Kernel/pull/339, https://github.com/huggingface/transformers/issues/37766"""
-    seen = []
+    seen, losses = [], []
     for callbacks in ([], [FastKernelsCallback()]):
-        model = with_lora(llama()) if adapted else llama()
+        model = MODELS[kind]()
         parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
-        trainer = _trainer(tmp_path, model, *callbacks)
+        # The columns that the Trainer would keep are those of DDP.forward: none.
+        args = arguments(tmp_path, gradient_accumulation_steps=2, remove_unused_columns="ddp" not in kind)
+        trainer = RecordingTrainer(model, args, train_dataset=rows(8, "padded"), callbacks=callbacks)
         trainer._set_signature_columns_if_needed()
         assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
         trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        signatures = [inspect.signature(one.forward) for one in (model, trainer.accelerator.unwrap_model(model))]
         seen.append(
             (
-                inspect.signature(model.forward),
+                signatures,
                 trainer._signature_columns,
                 trainer.model_accepts_loss_kwargs,
                 trainer.label_names,
@@ -56,8 +75,12 @@ def test_what_the_trainer_reads_from_the_model_stays(tmp_path: Path, adapted: bo
                 repr(model),
             )
         )
+        trainer.train()
+        losses.append(trainer.losses)
+        assert bool(patched_modules(model)) == bool(callbacks)
     assert seen[0] == seen[1]
     assert trainer.model_accepts_loss_kwargs
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # micro-batches of unequal counts: by the batch's count
 
 
 def test_patches_when_the_trainer_is_built_and_stays(tmp_path: Path) -> None:

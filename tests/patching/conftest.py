@@ -9,6 +9,12 @@ import torch
 from torch import nn
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What patches models must do so on every supported set of versions."""
+    if not item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.core)
+
+
 @pytest.fixture
 def tiny_llama() -> Callable[..., nn.Module]:
     """Makes small random Llama models; keyword arguments go to the configuration."""

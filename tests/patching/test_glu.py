@@ -71,7 +71,6 @@ def assert_trains_as(module: nn.Module, stock: nn.Module, x: torch.Tensor) -> No
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_loss_and_every_gradient_equal_stock(architecture: str) -> None:
     model, stock = tiny(architecture), tiny(architecture)

@@ -20,8 +20,6 @@ from torch import nn
 import slothplug
 from slothplug.patching.private_class import is_patched, stock_class
 
-pytestmark = pytest.mark.core
-
 IDS = torch.arange(48).view(2, 24)
 
 

@@ -38,7 +38,6 @@ def module_globals(model: nn.Module) -> dict[str, dict[str, int]]:
 # ---- architectures
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_loss_and_every_gradient_equal_stock(architecture: str) -> None:
     model, stock = tiny(architecture), tiny(architecture)

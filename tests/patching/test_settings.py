@@ -7,8 +7,6 @@ import pytest
 import slothplug
 from slothplug import Settings, SettingsError
 
-pytestmark = pytest.mark.core
-
 
 def test_true_false_mapping_and_settings_are_accepted() -> None:
     assert Settings.from_flag(True) == Settings()
