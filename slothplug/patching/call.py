@@ -83,7 +83,9 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
             raise
         finally:
             _active.call = outer
-            for action in call.at_end:
+            # Actions hold the call, and what it made: kept beyond its end, they would wait for the cycle collector.
+            actions, call.at_end = call.at_end, []
+            for action in actions:
                 action()
 
     return private(base, {"__call__": __call__})
