@@ -18,12 +18,13 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    ops: list[str] | None = Field(
+    ops: tuple[str, ...] | None = Field(
         default=None,
+        strict=False,  # files hold lists
         description="Operations to fuse; by default every registered one (rms_norm, rotary, glu, lora, head, "
         "plugins').",
     )
-    skip_ops: list[str] = Field(default_factory=list, description="Operations to leave as they are.")
+    skip_ops: tuple[str, ...] = Field(default=(), strict=False, description="Operations to leave as they are.")
     backend: Literal["auto", "triton", "torch"] = Field(
         default="auto",
         description="Kernel backend: 'auto' takes Triton on a GPU that it supports and PyTorch elsewhere.",
@@ -33,8 +34,8 @@ class Settings(BaseModel):
     )
     verify: bool = Field(
         default=True,
-        description="Compare fast and original forward and backward on a small probe before a site is fused. Turning "
-        "it off trusts an earlier verdict about the same classes; types and attributes are still checked.",
+        description="Compare fast and original forward and backward on a small probe before a site is fused. Without "
+        "it, sites are fused by their types and attributes alone, and the report says so.",
     )
     lora_precision: Literal["peft", "compute"] = Field(
         default="peft",
@@ -78,7 +79,7 @@ class Settings(BaseModel):
 
     def check_ops(self, registered: list[str]) -> None:
         """Refuses names of operations that no plugin registered."""
-        for setting, names in (("ops", self.ops or []), ("skip_ops", self.skip_ops)):
+        for setting, names in (("ops", self.ops or ()), ("skip_ops", self.skip_ops)):
             for name in names:
                 if name not in registered:
                     raise SettingsError(

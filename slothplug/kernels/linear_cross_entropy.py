@@ -452,7 +452,10 @@ def _sweep(
     grad_bias = weight.new_zeros(vocabulary, dtype=arithmetic) if needed[2] else None
 
     step = chunk_rows(count, vocabulary, weight.element_size(), head.chunk_bytes)
-    buffer = weight.new_empty(min(step, count), _aligned(vocabulary, _ROW_ALIGNMENT))[:, :vocabulary]
+    # With a bias the rows are dense: on CUDA addmm adds a bias before the rounding, as F.linear does, only into a dense
+    # tensor. Into padded rows the product is rounded first (H200, torch 2.11: twice stock's error in d bias).
+    pitch = _aligned(vocabulary, _ROW_ALIGNMENT) if head.bias is None else vocabulary
+    buffer = weight.new_empty(min(step, count), pitch)[:, :vocabulary]
     for start in range(0, count, step):
         stop = min(start + step, count)
         chunk, labels, logits = rows.chunk(start, stop), rows.labels[start:stop], buffer[: stop - start]

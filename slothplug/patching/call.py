@@ -6,6 +6,7 @@ alone: the Trainer reads ``forward``'s signature, accelerate and TRL replace it,
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
@@ -58,7 +59,7 @@ class Outermost:
         self.owner = owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outermost:
-        return self
+        return Outermost(copy.deepcopy(self.owner, memo))
 
 
 @functools.cache
@@ -68,9 +69,11 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
     plain_call = base.__call__
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain_call(self, *args, **kwargs)
         owner = self.__dict__[STATE].owner
         outer = _active.call
-        if (outer is not None and outer.owner is owner) or torch.compiler.is_compiling():
+        if outer is not None and outer.owner is owner:
             return plain_call(self, *args, **kwargs)
         labels = kwargs.get("labels")
         if labels is None and labels_at is not None and len(args) > labels_at:
@@ -85,10 +88,21 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
             _active.call = outer
             # Actions hold the call, and what it made: kept beyond its end, they would wait for the cycle collector.
             actions, call.at_end = call.at_end, []
-            for action in actions:
-                action()
+            _run(actions, call.failed)
 
     return private(base, {"__call__": __call__})
+
+
+def _run(actions: list[Callable[[], None]], failed: bool) -> None:
+    """Runs every action; then raises what the first failing one raised, unless the call has its own exception."""
+    errors = []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+    if errors and not failed:
+        raise errors[0]
 
 
 def _position_of_labels(base: type[nn.Module]) -> int | None:

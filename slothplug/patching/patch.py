@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,9 @@ from slothplug.errors import (
 from slothplug.kernels.backend import why_not_triton
 from slothplug.patching.call import Outermost, with_call
 from slothplug.patching.casts import Casts
-from slothplug.patching.private_class import is_patched, stock_class, take, with_forward
-from slothplug.patching.report import Report, SiteReport, unpatch
+from slothplug.patching.private_class import check_undoable, give_back, is_patched, stock_class, take, with_forward
+from slothplug.patching.proof import preserved_rng
+from slothplug.patching.report import Report, SiteReport
 from slothplug.patching.sites import STATE, Calls, Left, Served, Site, device_of, why_not_touchable
 from slothplug.patching.unwrap import wrappers_and_core
 from slothplug.plugins import plugin_manager
@@ -37,16 +39,16 @@ _verdicts: dict[Hashable, str | None] = {}
 
 
 class Owner:
-    """Identity of one patch, and what its modules share; every state of a patched model and of its copies has it."""
+    """Identity of one patched model, and what its modules share; every state in the model has it."""
 
-    __slots__ = ("casts", "report")
+    __slots__ = ("casts", "settings")
 
-    def __init__(self, report: Report) -> None:
-        self.report = report
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.casts = Casts()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        return self
+        return Owner(self.settings)
 
 
 def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Report:
@@ -65,46 +67,89 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
 
     Raises:
         SettingsError: a setting is not valid, or asks for a backend that cannot serve the model's device.
-        ConflictError: the model was already changed by Liger, Unsloth or Axolotl's kernels.
+        ConflictError: the model was already changed by Liger, Unsloth or Axolotl's kernels, or is patched with other
+            settings.
         UnsupportedModelError: the model is on ``meta`` and nobody will load its weights.
         UnsupportedVersionError: torch, transformers or PEFT is older than the oldest supported version.
         NothingFusedError: ``strict`` is set and a site was left, or none was found.
     """
-    parsed = Settings.from_flag(settings)
-    wrappers, core = wrappers_and_core(model)
-    manager = plugin_manager()
-    operations = [op.name for group in reversed(manager.hook.slothplug_operations()) for op in group]
-    if parsed is None:
-        return Report(core, Settings(ops=[]), operations)
-    parsed.check_ops(operations)
-    report = Report(model, parsed, operations)
-    report.notes.extend(_judge_versions(model))
-    _refuse(core, parsed)
-    report.notes.extend(_judge_backend(core, parsed))
-
-    earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
-    owner = next((state.owner for state in earlier.values()), Owner(report))
-    sites = list(_proved_sites(core, parsed, report, earlier))
-    manager.hook.slothplug_before_patch(model=core, sites=sites, settings=parsed)
-    for site in sites:
-        _serve(site, owner, report)
-    if report.fused:
-        for module in (*wrappers, core):
-            if not is_patched(module):
-                take(module, with_call, Outermost(owner))  # type: ignore[arg-type]
-    manager.hook.slothplug_after_patch(model=core, report=report)
-    _conclude(report, core)
-    return report
+    return _patch(model, Settings.from_flag(settings))[0]
 
 
 @contextmanager
 def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Iterator[Report]:
-    """``patch`` for a ``with`` block: when the block ends, also by an exception, the model is what it was."""
-    report = patch(model, settings)
+    """``patch`` for a ``with`` block: when the block ends, also by an exception, the model is what it was.
+
+    Sites that an earlier patch serves stay served.
+    """
+    report, taken = _patch(model, Settings.from_flag(settings))
     try:
         yield report
     finally:
-        unpatch(model)
+        check_undoable(taken)
+        for module in taken:
+            give_back(module)
+
+
+def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn.Module]]:
+    """The report, and the modules that got a private class; none has one if an exception is raised."""
+    wrappers, core = wrappers_and_core(model)
+    manager = plugin_manager()
+    operations = [op.name for group in reversed(manager.hook.slothplug_operations()) for op in group]
+    if settings is None:
+        return Report(core, Settings(ops=()), operations), []
+    settings.check_ops(operations)
+    report = Report(model, settings, operations)
+    report.notes.extend(_judge_versions(model))
+    _refuse(core, settings)
+    report.notes.extend(_judge_backend(core, settings))
+
+    earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
+    owner = _owner_of(earlier, settings)
+    with _stock_modes(device_of(core)):
+        sites = list(_proved_sites(core, settings, report, earlier))
+    taken: list[nn.Module] = []
+    try:
+        manager.hook.slothplug_before_patch(model=core, sites=sites, settings=settings)
+        for site in sites:
+            taken.append(site.module)
+            _serve(site, owner, report)
+        for module in (*wrappers, core):
+            if report.fused and not is_patched(module):
+                taken.append(module)
+                take(module, with_call, Outermost(owner))  # type: ignore[arg-type]
+        manager.hook.slothplug_after_patch(model=core, report=report)
+        _conclude(report, core)
+    except BaseException:
+        for module in taken:
+            give_back(module)
+        raise
+    return report, taken
+
+
+def _owner_of(earlier: Mapping[nn.Module, Served | Outermost], settings: Settings) -> Owner:
+    """The owner of an earlier patch of the model, or a new one.
+
+    Raises:
+        ConflictError: the earlier patch has other settings.
+    """
+    owner: Any = next((state.owner for state in earlier.values()), None)
+    if owner is None:
+        return Owner(settings)
+    if owner.settings != settings:
+        theirs, ours = (one.model_dump(exclude_defaults=True) or True for one in (owner.settings, settings))
+        raise ConflictError(
+            f"The model is patched with use_fast_kernels: {theirs}, and now {ours} is asked for. Say the same in both "
+            f"places, or call slothplug.unpatch(model) first. The model was not changed."
+        )
+    return owner  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _stock_modes(device: torch.device) -> Iterator[None]:
+    """Modes in which probes run, whatever the caller's: gradients on, no inference mode, no autocast."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _judge_versions(model: nn.Module) -> Iterator[str]:
@@ -159,37 +204,36 @@ def _proved_sites(
     served_by = {module: state.op for module, state in earlier.items() if isinstance(state, Served)}
     for found in plugin_manager().hook.slothplug_find_sites(model=core, settings=settings):
         for item in found:
-            key = (item.module, item.op)
-            if key in claimed or served_by.get(item.module, item.op) != item.op or not settings.wants(item.op):
+            if (item.module, item.op) in claimed or not settings.wants(item.op):
                 continue
-            claimed.add(key)
+            claimed.add((item.module, item.op))
+            server = served_by.get(item.module)
             if isinstance(item, Left):
                 _leave(report, item.op, item.name, item.module, item.reason, item.excused)
-            elif item.module in served_by:
+            elif server == item.op:
                 _enter(report, item, earlier[item.module].calls)
+            elif server is not None:
+                _leave(report, item.op, item.name, item.module, f"{server} serves this module")
             elif reason := why_not_touchable(item.module) or _verdict(item, settings):
                 _leave(report, item.op, item.name, item.module, reason)
-            elif item.module in earlier:
-                _leave(report, item.op, item.name, item.module, "an earlier patch serves it otherwise: undo that first")
             else:
                 served_by[item.module] = item.op
                 yield item
 
 
 def _verdict(site: Site, settings: Settings) -> str | None:
-    """Why the probe refuses ``site``, or None; proves each verdict key once a process."""
+    """Why the probe refuses ``site``, or None; compares each verdict key once a process."""
     key = (site.op, site.verdict_key, site.kernel.name, site.kernel.backend, site.device.type)
-    if key in _verdicts:
-        return _verdicts[key]
     if not settings.verify:
         return None
-    devices = [site.device] if site.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(site.device.type, enabled=False):
-        torch.manual_seed(0)
-        try:
-            _verdicts[key] = site.prove()
-        except Exception as error:  # a probe that cannot run is a site that cannot be proved
-            _verdicts[key] = f"its probe failed: {type(error).__name__}: {error}"
+    if key not in _verdicts:
+        devices = [site.device] if site.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            try:
+                _verdicts[key] = site.prove()
+            except Exception as error:  # a probe that cannot run is a site that cannot be proved, this time
+                return f"its probe failed: {type(error).__name__}: {error}"
     return _verdicts[key]
 
 
@@ -222,20 +266,32 @@ def _leave(report: Report, op: str, name: str, module: nn.Module, reason: str, e
 
 def _conclude(report: Report, core: nn.Module) -> None:
     """Logs the outcome; warns or raises where less was fused than asked for."""
+    if not report.settings.verify:
+        report.notes.append("verify is false: sites were fused by their types and attributes, without a probe")
     logger.info(report.summary())
     unexcused = [site for site in report.left if not site.excused]
     if report.settings.strict and (unexcused or not report.fused):
-        unpatch(core)
-        found = unexcused[0] if unexcused else None
-        detail = f"{found.op} at {found.name} ({found.class_name}): {found.reason}" if found else "no site was found"
-        raise NothingFusedError(
-            f"use_fast_kernels.strict is true and not every site could be fused: {detail}. The model is as it was. Set "
-            f"strict to false to train with what can be fused, or name the operation in skip_ops.\n{report}"
-        )
+        raise NothingFusedError(_why_strict_refuses(report, unexcused))
     if not report.fused:
         warnings.warn(
             f"use_fast_kernels is on, but nothing in {stock_class(core).__name__} could be fused; "
             f"it trains as stock does.\n{report}",
             NothingFusedWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def _why_strict_refuses(report: Report, left: list[SiteReport]) -> str:
+    if not left:
+        return (
+            f"use_fast_kernels.strict is true and no site was found. Leave use_fast_kernels off for this model, or set "
+            f"strict to false.\n{report}"
+        )
+    counts = Counter(site.op for site in left)
+    first = left[0]
+    found = ", ".join(f"{count} of {op}" for op, count in counts.items())
+    return (
+        f"use_fast_kernels.strict is true and sites were left: {found}; the first is {first.op} at {first.name} "
+        f"({first.class_name}): {first.reason}. Nothing was changed. Set strict to false to train with what can be "
+        f"fused, or leave these operations out with skip_ops: [{', '.join(counts)}].\n{report}"
+    )

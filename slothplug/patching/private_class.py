@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from slothplug.errors import UndoError
@@ -59,10 +60,16 @@ def give_back(module: nn.Module) -> None:
 
 @functools.cache
 def with_forward(base: type[nn.Module], fast: Callable[..., Any]) -> type[nn.Module]:
-    """The private subclass of ``base`` whose forward is ``fast(module, served, *args, **kwargs)``."""
+    """The private subclass of ``base`` whose forward is ``fast(module, served, *args, **kwargs)``.
+
+    ``torch.compile`` sees the stock forward and nothing else: it guards on all that a traced function reads, so one
+    counter would have every call compile again.
+    """
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return base.forward(self, *args, **kwargs)
         return fast(self, self.__dict__[STATE], *args, **kwargs)
 
     return private(base, {"forward": forward})
@@ -86,17 +93,15 @@ def private(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
 
 def _reduce_to_stock(self: nn.Module, protocol: Any) -> Any:
     """What the stock class would be reduced to, with the state cleaned of ours."""
-    ours, state = type(self), self.__dict__.pop(STATE)
-    self.__class__ = stock_class(self)
-    try:
-        reduction: Any = self.__reduce_ex__(protocol)
-    finally:
-        self.__class__ = ours
-        self.__dict__[STATE] = state
-    make, arguments, *rest = reduction
-    if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle insists that its class is the object's own, which ours is not
-        make, arguments = copyreg._reconstructor, (*arguments, object, None)  # type: ignore[attr-defined]
-    # The reduction may hold the live __dict__, which has ours again.
+    ours = next(base for base in type(self).__mro__ if BASE in base.__dict__)
+    base = ours.__dict__[BASE]
+    make, arguments, *rest = base.__reduce_ex__(self, protocol)
+    if type(self) is ours:  # a class that somebody put above ours is theirs to reduce
+        arguments = tuple(base if argument is ours else argument for argument in arguments)
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle insists that the class it calls with __newobj__ is the object's own.
+            make, arguments = copyreg._reconstructor, (*arguments, object, None)  # type: ignore[attr-defined]
+    # The state may be the live __dict__.
     return make, arguments, *(_without_ours(part) for part in rest)
 
 

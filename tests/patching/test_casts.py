@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slothplug
+from slothplug.patching.sites import STATE
 
 pytestmark = pytest.mark.core
 
@@ -125,6 +126,35 @@ def test_a_call_of_the_inner_model_and_its_recompute_use_the_weights_of_that_tim
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[1])
+
+
+def test_a_recompute_after_a_call_in_inference_mode(adapted: nn.Module) -> None:
+    adapted.enable_input_require_grads()
+    adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    slothplug.patch(adapted, {"ops": ["lora"]})
+    expected = {name: gradient.clone() for name, gradient in step(adapted).items()}
+    adapted.zero_grad()
+    loss = autocast_loss(adapted)
+    with torch.inference_mode():
+        autocast_loss(adapted)
+    loss.backward()
+    for name, parameter in adapted.named_parameters():
+        assert parameter.grad is None or torch.equal(parameter.grad, expected[name]), name
+
+
+def test_a_deep_copy_casts_its_own_factors(adapted: nn.Module) -> None:
+    slothplug.patch(adapted, {"ops": ["lora"]})
+    duplicate = copy.deepcopy(adapted)
+    states = [module.__dict__[STATE] for module in duplicate.modules() if STATE in module.__dict__]
+    owners = {state.owner for state in states}
+    assert len(owners) == 1, "the layers and the outermost model"
+    assert owners.isdisjoint(module.__dict__[STATE].owner for module in adapted.modules() if STATE in module.__dict__)
+    for model in (adapted, duplicate):
+        step(model)
+    with CountCasts() as casts:
+        for model in (adapted, duplicate):
+            step(model)
+    assert casts.counts == {"together": 2}
 
 
 def test_a_parameter_in_other_memory_is_cast_where_it_is_used(adapted: nn.Module) -> None:

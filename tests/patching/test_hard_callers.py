@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -110,10 +111,28 @@ def core(model: nn.Module) -> Any:
 def test_a_compiled_model() -> None:
     torch._dynamo.reset()
     model, stock, report = pair(one_layer(lora))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert_same(step(compiled), step(stock))
-    assert "traced by torch.compile" in reasons(report)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(3):
+        assert_same(step(compiled), step(stock))
+    assert counter.frame_count == 1
+    assert {site.calls.served for site in report.fused} == {0}
+    assert not reasons(report)
     assert_same(step(model), step(stock))
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_is_compiled_once_whatever_was_counted_in_between() -> None:
+    torch._dynamo.reset()
+    model, stock, _ = pair(one_layer(full))
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    step(compiled)
+    graphs = counter.frame_count
+    for _ in range(2):
+        step(model)
+        assert_same(step(compiled), step(stock))
+    assert counter.frame_count == graphs
     torch._dynamo.reset()
 
 
