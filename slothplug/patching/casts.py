@@ -62,6 +62,9 @@ class Casts:
             call: the outermost call in progress; None outside of one, which includes recomputation in backward.
         """
         parameter: Any = layer._parameters["weight"]
+        if torch.is_inference_mode_enabled():
+            # A recompute that is still to come could not save such a copy for its backward.
+            return parameter.detach().to(dtype)
         if call is None:
             if torch._C._current_graph_task_id() == -1:
                 # Nothing bounds the time since the last call, or until the next recompute.

@@ -9,10 +9,9 @@ from torch.autograd import forward_ad
 def why_recorded() -> str | None:
     """Why no kernel may be called now, whatever its tensors are; None where one may.
 
-    Kernels are opaque to a compiler and a tracer, and have a rule for reverse mode only: no batching, no tangents.
+    Kernels are opaque to a tracer, and have a rule for reverse mode only: no batching, no tangents. A compiler never
+    comes here: it is given the stock forward (``private_class.with_forward``).
     """
-    if torch.compiler.is_compiling():
-        return "traced by torch.compile"
     if torch._C._get_tracing_state() is not None:
         return "traced by torch.jit"
     if torch._C._are_functorch_transforms_active():

@@ -42,6 +42,8 @@ class Calls:
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls answered by the original forward, by reason."""
     count_backward: bool = False
+    collected: int = 0
+    """Served calls whose output a sibling's call had computed."""
 
     def serve(self, output: torch.Tensor) -> torch.Tensor:
         """Counts a served call and hands its output on."""
@@ -64,7 +66,7 @@ class Served:
         kernel: the kernel's differentiable function.
         device_type: the device type that the kernel serves; other inputs go the original way.
         original: the stock class's ``forward``, unbound.
-        owner: the patch this module belongs to; equal for every module of one patch.
+        owner: the patch this module belongs to; the same for every module of one patched model, another in its copies.
         calls: counters.
     """
 
@@ -92,7 +94,7 @@ class Served:
     def __deepcopy__(self, memo: dict[int, Any]) -> Served:
         return Served(
             self.op, self.name, copy.deepcopy(self.params, memo), self.kernel, self.device_type, self.original,
-            self.owner, self.calls,
+            copy.deepcopy(self.owner, memo), self.calls,
         )  # fmt: skip
 
 
