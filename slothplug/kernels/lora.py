@@ -148,8 +148,11 @@ class _LoraLinear(torch.autograd.Function):
         s = _product(low_rows, a_c.t())
         s_parts = _columns(s, ranks)
         parts = zip(s_parts, weights_c, biases, b_c, b_biases, plan.scalings, strict=True)
+        # As torch.matmul does: autograd forbids the caller's in-place operations on a view that a Function returns.
         outputs = [
-            _project(rows, s_i, weight, bias, b_i, b_bias, scaling, base).view(*x.shape[:-1], weight.shape[0])
+            torch.ops.aten._unsafe_view(
+                _project(rows, s_i, weight, bias, b_i, b_bias, scaling, base), (*x.shape[:-1], weight.shape[0])
+            )
             for s_i, weight, bias, b_i, b_bias, scaling in parts
         ]
 

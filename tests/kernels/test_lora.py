@@ -246,6 +246,18 @@ def test_any_leading_shape(shape: tuple[int, ...], device: torch.device) -> None
         torch.testing.assert_close(one, two)
 
 
+def test_outputs_may_be_written_to_as_those_of_a_linear_layer(device: torch.device) -> None:
+    case = CASES["float32"]
+    parts = operands(case, (4, 3), bias=False, b_bias=False, device=device)
+    x = torch.randn(2, 3, K, device=device, requires_grad=True)
+    written = [output.mul_(2.0) for output in lora_linear(x, parts)]
+    fresh = [output * 2.0 for output in lora_linear(x, parts)]
+    projections = [torch.randn_like(output) for output in fresh]
+    got = torch.autograd.grad(written, [x, parts[0].a, parts[1].b], projections)
+    expected = torch.autograd.grad(fresh, [x, parts[0].a, parts[1].b], projections)
+    assert all(map(torch.equal, got, expected))
+
+
 def test_any_strides_of_input_and_gradient(device: torch.device) -> None:
     ops = operands(CASES["float32"], (4, 2), bias=False, b_bias=False, device=device)
     x = torch.randn(K, 6, device=device).t().requires_grad_()
