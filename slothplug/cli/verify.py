@@ -60,11 +60,27 @@ def run_verify(request: Request) -> int:
         for name, reason in verdict.unequal.items():
             console.print(f"[red]worse than stock[/red]: {name}: {reason}", highlight=False)
         return 1
+    idle = _never_ran(verdict.report)
+    if idle:
+        for line in idle:
+            console.print(f"[red]not compared[/red]: {line}", highlight=False)
+        return 1
     if not verdict.report.fused:
         console.print("[yellow]nothing was fused[/yellow]: both sides are stock", highlight=False)
         return 0
     console.print("[green]equal[/green]: the patched model is as exact as stock", highlight=False)
     return 0
+
+
+def _never_ran(report: Report) -> list[str]:
+    """Operations with fused sites of which none answered a call, and why: equal numbers say nothing about them."""
+    lines = []
+    for op, sites in report.by_op().items():
+        fused = [site for site in sites if site.status == "fused"]
+        if fused and not any(site.calls.served for site in fused):
+            reasons = sorted({reason for site in fused for reason in site.calls.fallbacks}) or ["never called"]
+            lines.append(f"{op} was fused at {len(fused)} sites and never ran fused ({'; '.join(reasons)})")
+    return lines
 
 
 def compare(model: nn.Module, settings: Settings, draws: int, tokens: int) -> Verdict:

@@ -42,6 +42,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Operand(NamedTuple):
     """One LoRA linear. The base layer and both parts of the adapter may be trainable or frozen.
 
+    The gradients of several operands' a's are disjoint parts of one tensor: in-place operations on one do not reach the
+    others, and the memory is freed when the last of them is.
+
     Attributes:
         weight: [O, K], the base layer's.
         bias: [O] or None, the base layer's.

@@ -142,7 +142,7 @@ def _owner_of(earlier: Mapping[nn.Module, Served | Outermost], settings: Setting
             f"The model is patched with use_fast_kernels: {theirs}, and now {ours} is asked for. Say the same in both "
             f"places, or call slothplug.unpatch(model) first. The model was not changed."
         )
-    return owner  # type: ignore[no-any-return]
+    return owner
 
 
 @contextmanager

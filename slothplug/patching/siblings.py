@@ -7,7 +7,7 @@ numbers.
 
 Who belongs together is decided at patch time and does not change: a checkpointed forward and its recompute must save
 the same tensors. Kept outputs hold the autograd graph, so at most one group's are kept on a thread, and none past the
-end of the outermost call.
+end of the outermost call or of the backward pass that recomputes.
 """
 
 from __future__ import annotations
@@ -135,6 +135,12 @@ class _Round(NamedTuple):
     state: tuple[Any, ...]
     kept: dict[int, Kept]
 
+    def drop(self) -> None:
+        """Forgets the outputs that are still kept, and counts them as computed in vain."""
+        while self.kept:
+            _, kept = self.kept.popitem()
+            kept.calls.fallbacks[NOT_ASKED_FOR] += 1
+
 
 class _Local(threading.local):
     round: _Round | None = None
@@ -149,13 +155,22 @@ def shareable(x: torch.Tensor) -> bool:
     return not x.is_inference()
 
 
-def state_now(owner: object, device_type: str) -> tuple[Any, ...]:
+def state_now(owner: object, device: torch.device) -> tuple[Any, ...]:
     """What must be equal when an output is computed and when it is collected.
 
-    A call of the model, or a backward pass (which recomputes), bounds the time in which weights stay what they are.
+    A call of the model, or a backward pass (which recomputes), bounds the time in which weights stay what they are. On
+    another stream than the one that computes it, an output might be read before it is written.
     """
     span = current_call(owner) or torch._C._current_graph_task_id()
-    return span, torch.is_grad_enabled(), torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    kind = device.type
+    return (
+        span,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch._C._cuda_getCurrentRawStream(device.index) if kind == "cuda" else None,
+    )
 
 
 def collect(member: Member, x: torch.Tensor, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> Kept | bool:
@@ -173,21 +188,28 @@ def collect(member: Member, x: torch.Tensor, inputs: tuple[Any, ...], state: tup
 
 
 def keep(member: Member, x: torch.Tensor, state: tuple[Any, ...], kept: dict[int, Kept]) -> None:
-    """Keeps outputs for the siblings of ``member``, by index, until they are collected or another group computes."""
+    """Keeps outputs for the siblings of ``member``, by index, until they are collected or another group computes.
+
+    The end of the call, or of the backward pass that recomputes, drops what is left. Where a part of the model is
+    called by itself neither comes, and outputs that nobody collects wait for the next group that computes.
+    """
     clear()
-    _local.round = _Round(member.group, weakref.ref(x), x._version, state, kept)
-    call = state[0]
-    if isinstance(call, Call) and call is not _local.clears_at_end_of:
-        _local.clears_at_end_of = call
-        call.at_end.append(_end)
+    current = _local.round = _Round(member.group, weakref.ref(x), x._version, state, kept)
+    span = state[0]
+    if not isinstance(span, Call):
+        if span != -1:
+            # Backward may end on another thread than it recomputes on.
+            torch.autograd.Variable._execution_engine.queue_callback(current.drop)
+    elif span is not _local.clears_at_end_of:
+        _local.clears_at_end_of = span
+        span.at_end.append(_end)
 
 
 def clear() -> None:
     """Drops what is kept on this thread, and counts it as computed in vain."""
     current, _local.round = _local.round, None
     if current is not None:
-        for kept in current.kept.values():
-            kept.calls.fallbacks[NOT_ASKED_FOR] += 1
+        current.drop()
 
 
 def _end() -> None:

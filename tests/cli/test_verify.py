@@ -161,3 +161,12 @@ def test_the_reference_is_float64_where_double_alone_is_not() -> None:
     assert error(norm(x)) > 1e-9
     with Float64():
         assert error(norm(x)) < 1e-14
+
+
+def test_fused_sites_that_never_ran_are_no_equality(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every call falls back, both sides are stock, and equal numbers say nothing."""
+    monkeypatch.setattr("slothplug.patching.ops.rms_norm._why_not", lambda *_: "always", raising=False)
+    monkeypatch.setattr(verify, "Settings", lambda: NORM_ONLY)
+    result = runner.invoke(app, ["verify", str(config), "--layers", "1", "--draws", "2", "--device", "cpu"])
+    assert result.exit_code == 1
+    assert "rms_norm was fused at 3 sites and never ran fused (always)" in " ".join(result.output.split())

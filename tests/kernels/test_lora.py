@@ -258,6 +258,39 @@ def test_outputs_may_be_written_to_as_those_of_a_linear_layer(device: torch.devi
     assert all(map(torch.equal, got, expected))
 
 
+def test_gradients_in_one_storage_do_not_touch_each_other(device: torch.device) -> None:
+    """Accumulation, clipping, zeroing and an optimizer's step write into ``grad``."""
+    parts = operands(CASES["float32"], (4, 3, 2), bias=False, b_bias=False, device=device)
+    factors = [part.a for part in parts]
+    x = torch.randn(5, K, device=device)
+
+    def gradients(scale: float) -> list[torch.Tensor]:
+        total = sum((y * y).sum() for y in lora_linear(x, parts)) * scale
+        return [gradient.clone() for gradient in torch.autograd.grad(total, factors)]
+
+    def backward(scale: float) -> None:
+        (sum((y * y).sum() for y in lora_linear(x, parts)) * scale).backward()
+
+    expected = gradients(1.0)
+    backward(1.0)
+    assert len({factor.grad.untyped_storage().data_ptr() for factor in factors}) == 1
+    backward(2.0)
+    for factor, gradient in zip(factors, expected, strict=True):
+        torch.testing.assert_close(factor.grad, gradient * 3)
+    norm = torch.nn.utils.clip_grad_norm_(factors, 1.0)
+    whole = torch.cat([gradient.flatten() * 3 for gradient in expected])
+    torch.testing.assert_close(norm, whole.norm())
+    torch.testing.assert_close(torch.cat([factor.grad.flatten() for factor in factors]), whole / (norm + 1e-6))
+    factors[1].grad.zero_()
+    assert factors[0].grad.count_nonzero() == factors[0].numel()
+    assert factors[2].grad.count_nonzero() == factors[2].numel()
+    optimizer = torch.optim.SGD(factors, lr=0.0, weight_decay=0.1, foreach=False)
+    optimizer.zero_grad(set_to_none=False)
+    backward(1.0)
+    for factor, gradient in zip(factors, expected, strict=True):
+        torch.testing.assert_close(factor.grad, gradient)
+
+
 def test_any_strides_of_input_and_gradient(device: torch.device) -> None:
     ops = operands(CASES["float32"], (4, 2), bias=False, b_bias=False, device=device)
     x = torch.randn(K, 6, device=device).t().requires_grad_()

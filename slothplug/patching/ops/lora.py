@@ -106,7 +106,7 @@ class _Reason(NamedTuple):
 def _why_left(module: Any, linear: type[nn.Module]) -> _Reason | None:
     """Why a LoRA layer cannot be served in any state that it may come into later."""
     base = module.base_layer
-    if type(base) is not nn.Linear:
+    if stock_class(base) is not nn.Linear:
         return _Reason(f"its base layer is a {type(base).__name__}; only nn.Linear is fused", excused=True)
     if stock_class(module) is not linear:
         return _Reason(f"a {stock_class(module).__name__} of {stock_class(module).__module__}", excused=True)
@@ -159,8 +159,9 @@ def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
     state: tuple[Any, ...] = ()
     alone = True
     # nn.DataParallel's replicas are no members of the group that their original is in.
-    if member is not None and dropout is None and member.module() is module and shareable(x):
-        state = state_now(served.owner, served.device_type)
+    here = x.device.type == served.device_type
+    if here and member is not None and dropout is None and member.module() is module and shareable(x):
+        state = state_now(served.owner, x.device)
         kept = collect(member, x, _inputs(operand, state), state)
         if isinstance(kept, Kept):
             served.calls.collected += 1
@@ -251,7 +252,10 @@ def adapted(module: nn.Module) -> Adapted | str:
         return f"the adapter is no plain LoRA ({type(own['lora_variant'][name]).__name__})"
     base, first = modules["base_layer"], firsts[name]
     second, dropout = modules["lora_B"]._modules[name], modules["lora_dropout"]._modules[name]
-    if type(base) is not nn.Linear or type(first) is not nn.Linear or type(second) is not nn.Linear:
+    if type(first) is not nn.Linear or type(second) is not nn.Linear:
+        return "a part of it is not an nn.Linear"
+    # An output layer that was patched before PEFT wrapped it is one still.
+    if type(base) is not nn.Linear and stock_class(base) is not nn.Linear:
         return "a part of it is not an nn.Linear"
     if _hooked(own) or _hooked(base.__dict__) or _hooked(first.__dict__) or _hooked(second.__dict__):
         return "it or a part of it has hooks, or a forward set by somebody else"
