@@ -242,7 +242,6 @@ def _replacement(function: FunctionType, rotation: Rotation) -> Callable[..., An
     return fast
 
 
-def _why_not(q: Any, k: Any, cos: Any, sin: Any, pair: bool, others: dict[str, Any], device_type: str) -> str | None:
 def _counted(function: FunctionType, reason: str) -> Callable[..., Any]:
     """``function`` itself, beside recognised ones: its calls count as fallen back, so that none goes unseen."""
 
@@ -255,6 +254,7 @@ def _counted(function: FunctionType, reason: str) -> Callable[..., Any]:
     return original
 
 
+def _why_not(q: Any, k: Any, cos: Any, sin: Any, pair: bool, others: dict[str, Any], device_type: str) -> str | None:
     if any(value is not None for value in others.values()):
         return f"called with {', '.join(others)}"
     if not plain(q) or not plain(cos) or not plain(sin) or (pair and not plain(k)):
