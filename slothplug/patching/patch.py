@@ -227,9 +227,7 @@ def _verdict(site: Site, settings: Settings) -> str | None:
     if not settings.verify:
         return None
     if key not in _verdicts:
-        devices = [site.device] if site.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(0)
+        with preserved_rng():
             try:
                 _verdicts[key] = site.prove()
             except Exception as error:  # a probe that cannot run is a site that cannot be proved, this time

@@ -7,7 +7,8 @@ shows in rows of rms 1e-3 and a wrong cast order in a half-precision dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +19,24 @@ PROBE_RMS = (1e-3, 1.0, 1e3)
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 Function = Callable[..., torch.Tensor | Sequence[torch.Tensor]]
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Seeds for a probe; afterwards the generators of the CPU and of every GPU are where they were."""
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        seed_generators(0)
+        yield
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the CPU, and every GPU that is in use.
+
+    ``torch.manual_seed`` would also leave an order to seed the GPUs once CUDA starts, in place of the user's own.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def difference(

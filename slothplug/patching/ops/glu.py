@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,20 @@ from slothplug.hookspecs import hookimpl
 from slothplug.kernels.backend import Backend, choose_backend, why_not_triton
 from slothplug.kernels.glu import DTYPES, LAYOUTS, Activation, Layout, glu, glu_packed, split_packed
 from slothplug.patching.private_class import stock_class
-from slothplug.patching.proof import difference, probe_rows
+from slothplug.patching.proof import difference, preserved_rng, probe_rows
 from slothplug.patching.recording import why_recorded
-from slothplug.patching.sites import STATE, Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
-from slothplug.patching.twin import twin
+from slothplug.patching.sites import (
+    Kernel,
+    Left,
+    Operation,
+    Served,
+    Site,
+    device_of,
+    dtype_of,
+    plain,
+    why_not_touchable,
+)
+from slothplug.patching.twin import Settled, fingerprint, twin
 from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
 
@@ -47,8 +57,6 @@ MOST_CHILDREN = 6
 
 # Gates and values of a float16 probe stay where their products are finite.
 HALF_RANGE = 8.0
-
-_BARE_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
 FORMULAS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
@@ -74,6 +82,8 @@ class GatedMLP:
     """Stock calls ``up`` before ``gate``: the order in which dropout inside adapters draws."""
     bypassed: tuple[str, ...] = ()
     """Children that stock calls and the fast forward does not: activation, Identity, Dropout with p = 0."""
+    settled: Mapping[str, Settled] = field(default_factory=dict, compare=False)
+    """The attributes that they, and the MLP itself under the name of "", had when this was learnt."""
 
     def arguments(self) -> dict[str, str]:
         """Keyword arguments of the kernel."""
@@ -113,7 +123,6 @@ class Unknown:
     """Why a candidate is no gated MLP that can be served; ``reason`` is empty where it is no gated MLP at all."""
 
     reason: str = ""
-    excused: bool = True
 
 
 @hookimpl
@@ -160,23 +169,26 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
             identified[key] = identify(module, shapes)
         found = identified[key]
         kernel = kernel_for(NAME, device, dtype, settings)
+        untouchable = why_not_touchable(module)
         if isinstance(found, Unknown):
             if found.reason:
-                yield Left(NAME, name, module, found.reason, found.excused)
+                yield Left(NAME, name, module, untouchable or found.reason)
+        elif untouchable:
+            yield Left(NAME, name, module, untouchable)
         elif len(_weight_dtypes(module)) > 1:
             yield Left(NAME, name, module, "its linear layers have weights of different dtypes")
         elif kernel is None:
             yield Left(NAME, name, module, f"no kernel for {device.type} and {dtype}")
         else:
             proof = partial(prove, module, found, kernel)
-            yield Site(NAME, name, module, fast_glu, found.mlp, kernel, proof, (stock_class(module), found, dtype))
+            yield Site(NAME, name, module, fast_glu, found.mlp, kernel, proof, (key, dtype))
 
 
 def fast_glu(module: nn.Module, served: Served, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Takes the place of the MLP's forward."""
     mlp: GatedMLP = served.params
     modules: Mapping[str, Any] = module._modules
-    if reason := _why_not(modules, mlp, served.device_type, args, kwargs):
+    if reason := _why_not(modules, mlp, served.device_type, args, kwargs) or _why_changed(module, mlp):
         return served.fall_back(module, reason, *args, **kwargs)
     gate, up = _gate_and_up(modules, mlp, args[0])
     if _fusable(gate, up, served.device_type):
@@ -226,9 +238,21 @@ def _why_not(
     return None
 
 
+def _why_changed(module: nn.Module, mlp: GatedMLP) -> str | None:
+    for name, settled in mlp.settled.items():
+        part = module._modules[name] if name else module
+        if part is None or not settled.fits(part):
+            return f"{name or 'the MLP'} was changed after the patch"
+    return None
+
+
 def _hooked(module: nn.Module) -> bool:
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )
 
 
@@ -252,8 +276,7 @@ def identify(module: nn.Module, shapes: list[Shape]) -> Identified | Unknown:
     """
     device = device_of(module)
     outcomes = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(0)
+    with preserved_rng(), torch.no_grad(), torch.autocast(device.type, enabled=False):
         for shape in shapes:
             outcome = _identify(module, shape)
             if isinstance(outcome, Identified):
@@ -299,13 +322,15 @@ def _recognise(module: nn.Module, shape: Shape) -> Identified | Unknown:
         if not candidates:
             return _why_unknown(module, "computes something else than act(gate) * up between its linear layers")
     assert candidates
-    return Identified(candidates[0], shape)
+    parts = {"": module, **{name: module._modules[name] for name in candidates[0].bypassed}}
+    settled = {name: Settled(part) for name, part in parts.items() if part is not None}
+    return Identified(replace(candidates[0], settled=settled), shape)
 
 
 def _why_unknown(module: nn.Module, otherwise: str) -> Unknown:
     dropouts = [name for name, child in _children(module) if isinstance(child, nn.Dropout) and child.p > 0]
     if dropouts:
-        return Unknown(f"dropout between its layers ({', '.join(dropouts)})", excused=False)
+        return Unknown(f"dropout between its layers ({', '.join(dropouts)})")
     return Unknown(otherwise)
 
 
@@ -442,15 +467,7 @@ def _weight_dtypes(module: nn.Module) -> set[torch.dtype]:
 def _key(module: nn.Module) -> Hashable:
     """Modules of equal keys compute the same: class, children's kinds, and every attribute, by value or by identity."""
     children = tuple(
-        (name, stock_class(child), _widths(child) or _attributes(child), _has_bias(child))
+        (name, stock_class(child), _widths(child) or fingerprint(child), _has_bias(child))
         for name, child in _children(module)
     )
-    return stock_class(module), children, _attributes(module)
-
-
-def _attributes(module: nn.Module) -> Hashable:
-    return tuple(
-        (name, value if isinstance(value, (int, float, str)) else id(value))
-        for name, value in vars(module).items()
-        if name not in _BARE_MODULE and name != STATE
-    )
+    return stock_class(module), children, fingerprint(module)

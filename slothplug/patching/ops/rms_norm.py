@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,10 +15,20 @@ from slothplug.hookspecs import hookimpl
 from slothplug.kernels.backend import choose_backend, why_not_triton
 from slothplug.kernels.rms_norm import DTYPES, rms_norm
 from slothplug.patching.private_class import stock_class
-from slothplug.patching.proof import PROBE_RMS, difference, probe_rows
+from slothplug.patching.proof import PROBE_RMS, difference, preserved_rng, probe_rows
 from slothplug.patching.recording import why_recorded
-from slothplug.patching.sites import Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
-from slothplug.patching.twin import twin
+from slothplug.patching.sites import (
+    Kernel,
+    Left,
+    Operation,
+    Served,
+    Site,
+    device_of,
+    dtype_of,
+    plain,
+    why_not_touchable,
+)
+from slothplug.patching.twin import Settled, fingerprint, twin
 from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
 
@@ -33,14 +43,23 @@ class Variant:
     offset: float = 0.0
 
 
+Dtypes = tuple[torch.dtype, torch.dtype | None, bool]
+"""Dtypes of a call: the input's, the weight's, and whether autocast is on."""
+
+
 @dataclass(frozen=True)
 class Norm:
     """What one norm module needs beside its weight."""
 
     variant: Variant
-    eps: float
+    eps: str | float
+    """Name of the attribute that holds it, or its value where the class keeps it elsewhere."""
     weight: str | None
     """Name of the weight parameter."""
+    proved: frozenset[Dtypes] = frozenset()
+    """The dtypes in which the variant is the norm."""
+    settled: Settled | None = None
+    """The norm's attributes apart from eps."""
 
 
 VARIANTS = (
@@ -51,7 +70,23 @@ VARIANTS = (
 )
 
 # Where a class keeps no eps on the instance: the values written into forwards of transformers 4.56 to 5.24.
-CONSTANT_EPS = (1e-5, 1e-6, 1e-8)
+CONSTANT_EPS = (1e-5, 1e-6, 1e-8, torch.finfo(torch.float32).eps)
+
+# Widths that show whether a norm without a weight normalises whole rows or groups, of up to 512 elements.
+WEIGHTLESS_WIDTHS = (48, 1040)
+
+PROBE_BATCHES = ((6,), (2, 3), (1, 2, 3))
+"""Leading dimensions of the probe's six rows; inputs of another number of dimensions are not served."""
+
+PROVED_NDIMS = tuple(len(batch) + 1 for batch in PROBE_BATCHES)
+
+LOW = (torch.bfloat16, torch.float16)
+PAIRS = (
+    *((dtype, dtype) for dtype in (torch.float32, *LOW)),
+    *((dtype, torch.float32) for dtype in LOW),  # an embedding or an autocast layer before a norm kept in float32
+    *((torch.float32, dtype) for dtype in LOW),  # float32 residuals
+)
+"""Dtypes of input and weight that are compared."""
 
 
 @hookimpl
@@ -73,14 +108,19 @@ def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, s
 def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site | Left]:
     identified: dict[Any, Norm | None] = {}
     for name, module in model.named_modules():
+        if _is_gated(module):
+            yield Left(NAME, name, module, "a gated norm", excused=True)
+            continue
         if not _is_candidate(module):
             continue
         named = "rmsnorm" in stock_class(module).__name__.lower()
-        if device_of(module).type == "meta":
-            if named:
-                yield Left(NAME, name, module, "its weights are on the meta device")
+        untouchable = why_not_touchable(module)
+        if untouchable and named:
+            yield Left(NAME, name, module, untouchable)
             continue
-        key = (stock_class(module), _width(module), *sorted(_epsilons(module)))
+        if device_of(module).type == "meta":
+            continue
+        key = _key(module)
         if key not in identified:
             identified[key] = identify(module)
         norm = identified[key]
@@ -88,13 +128,14 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
             if named:
                 yield Left(NAME, name, module, "computes something else than the known RMS normalisations")
             continue
-        kernel = kernel_for(NAME, device_of(module), dtype_of(module), settings)
-        if kernel is None:
-            yield Left(NAME, name, module, f"no kernel for {device_of(module).type} and {dtype_of(module)}")
-            continue
-        yield Site(
-            NAME, name, module, fast_norm, norm, kernel, partial(prove, module, norm, kernel), (key, dtype_of(module))
-        )
+        device, dtype = device_of(module), dtype_of(module)
+        kernel = kernel_for(NAME, device, dtype, settings)
+        if untouchable:
+            yield Left(NAME, name, module, untouchable)
+        elif kernel is None:
+            yield Left(NAME, name, module, f"no kernel for {device.type} and {dtype}")
+        else:
+            yield Site(NAME, name, module, fast_norm, norm, kernel, partial(prove, module, norm, kernel), (key, dtype))
 
 
 def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -103,11 +144,10 @@ def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
     if args or kwargs:
         return served.fall_back(module, "called with more than the hidden states", x, *args, **kwargs)
     weight = _weight(module, norm.weight) if norm.weight else None
-    if reason := _why_not(x, weight, served.device_type):
+    eps = module.__dict__.get(norm.eps) if isinstance(norm.eps, str) else norm.eps
+    if reason := _why_not(x, weight, served.device_type) or _why_not_proved(module, norm, x, weight, eps):
         return served.fall_back(module, reason, x)
-    return served.calls.serve(
-        served.kernel(x, weight, norm.eps, offset=norm.variant.offset, casting=norm.variant.casting)
-    )
+    return served.calls.serve(served.kernel(x, weight, eps, offset=norm.variant.offset, casting=norm.variant.casting))
 
 
 def _why_not(x: torch.Tensor, weight: torch.Tensor | None, device_type: str) -> str | None:
@@ -124,6 +164,19 @@ def _why_not(x: torch.Tensor, weight: torch.Tensor | None, device_type: str) -> 
     return None
 
 
+def _why_not_proved(
+    module: nn.Module, norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, eps: object
+) -> str | None:
+    weight_dtype = None if weight is None else weight.dtype
+    if (x.dtype, weight_dtype, torch.is_autocast_enabled(x.device.type)) not in norm.proved:
+        return f"input of {x.dtype}, weight of {weight_dtype}: stock rounds otherwise"
+    if x.ndim not in PROVED_NDIMS:
+        return f"input of {x.ndim} dimensions"
+    if not isinstance(eps, float) or (norm.settled is not None and not norm.settled.fits(module)):
+        return "the norm's attributes were changed after the patch"
+    return None
+
+
 def _weight(module: nn.Module, name: str) -> torch.Tensor:
     """The weight, which is a plain attribute in the replicas of ``nn.DataParallel``."""
     weight = module._parameters.get(name)
@@ -133,57 +186,88 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
 def identify(module: nn.Module) -> Norm | None:
     """The variant and eps with which the formula reproduces the module: to 1e-6 in float32, to the bit in bfloat16."""
     weight = next(iter(module._parameters), None)
-    width = _width(module) or 64
-    candidates = [
-        Norm(variant, eps, weight)
-        for eps in (sorted(_epsilons(module)) or [*CONSTANT_EPS, torch.finfo(torch.float32).eps])
-        for variant in (VARIANTS if weight else VARIANTS[:1])
-    ]
-    device = device_of(module)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(0)
+    epsilons: list[str | float] = [*_epsilons(module), *CONSTANT_EPS]
+    candidates = [Norm(variant, eps, weight) for eps in epsilons for variant in (VARIANTS if weight else VARIANTS[:1])]
+    with preserved_rng(), torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
-            double = twin(module, dtype)
-            x = probe_rows(width, dtype, device).detach()
+            candidates = _reproducing(candidates, module, (dtype, dtype if weight else None, False))
+        for norm in candidates[:1]:
+            proved = frozenset(dtypes for dtypes in _all_dtypes(weight) if _reproducing([norm], module, dtypes))
+            return replace(
+                norm, proved=proved, settled=Settled(module, norm.eps if isinstance(norm.eps, str) else None)
+            )
+    return None
+
+
+def _all_dtypes(weight: str | None) -> list[Dtypes]:
+    pairs = dict.fromkeys((x, w if weight else None) for x, w in PAIRS)
+    return [(x, w, autocast) for x, w in pairs for autocast in (False, True)]
+
+
+def _reproducing(candidates: list[Norm], module: nn.Module, dtypes: Dtypes) -> list[Norm]:
+    """The candidates that give the numbers of the module's twins on inputs of every proved number of dimensions."""
+    x_dtype, weight_dtype, autocast = dtypes
+    device = device_of(module)
+    for width in _probe_widths(module):
+        double = _distinct_epsilons(twin(module, weight_dtype or x_dtype))
+        rows = probe_rows(width, x_dtype, device).detach()
+        for batch in PROBE_BATCHES:
+            x = rows.view(*batch, width)
             try:
-                expected = double(x)
+                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                    expected = double(x)
             except Exception:  # an arbitrary leaf module was asked to be a norm: whatever it raises, it is none
-                return None
+                return []
             candidates = [norm for norm in candidates if _reproduces(norm, double, x, expected)]
-    return candidates[0] if candidates else None
+    return candidates
+
+
+def _distinct_epsilons(double: nn.Module) -> nn.Module:
+    """Gives each float that may be the eps a value of its own, and none its original one, to show which is read."""
+    for index, name in enumerate(_epsilons(double)):
+        double.__dict__[name] *= 2 + index
+    return double
 
 
 def _reproduces(norm: Norm, double: nn.Module, x: torch.Tensor, expected: object) -> bool:
     if not isinstance(expected, torch.Tensor):
         return False
-    got = formula(x, double._parameters[norm.weight] if norm.weight else None, norm)
+    with torch.autocast(x.device.type, enabled=False):
+        got = formula(x, double._parameters[norm.weight] if norm.weight else None, norm.variant, _eps(norm, double))
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
-    if x.dtype is torch.float32:
+    if got.dtype is torch.float32:
         return torch.allclose(got, expected, rtol=1e-6, atol=1e-6)
     return torch.equal(got, expected)
 
 
-def formula(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+def formula(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, eps: float) -> torch.Tensor:
     """The variant in plain PyTorch, with the roundings of the stock modules."""
     x32 = x.float()
-    n = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + norm.eps)
+    n = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     if weight is None:
         return n.to(x.dtype)
-    if norm.variant.casting == "after_weight":
-        return (n * (weight.float() + norm.variant.offset)).to(x.dtype)
-    return n.to(x.dtype) * (weight + norm.variant.offset if norm.variant.offset else weight)
+    if variant.casting == "after_weight":
+        return (n * (weight.float() + variant.offset)).to(x.dtype)
+    return n.to(x.dtype) * (weight + variant.offset if variant.offset else weight)
 
 
 def prove(module: nn.Module, norm: Norm, kernel: Kernel) -> str | None:
     """Compares the kernel with twins of the module, in float32 and in the module's own dtype."""
-    for dtype in dict.fromkeys((torch.float32, dtype_of(module))):
+    own = dtype_of(module)
+    if (own, own if norm.weight else None, False) not in norm.proved:
+        return f"rounds otherwise in {own}"
+    for dtype in dict.fromkeys((torch.float32, own)):
         double = twin(module, dtype)
         weight = double._parameters[norm.weight] if norm.weight else None
         fast: Callable[[torch.Tensor], torch.Tensor] = partial(
-            kernel.function, weight=weight, eps=norm.eps, offset=norm.variant.offset, casting=norm.variant.casting
+            kernel.function,
+            weight=weight,
+            eps=_eps(norm, double),
+            offset=norm.variant.offset,
+            casting=norm.variant.casting,
         )
-        x = probe_rows(_width(module) or 64, dtype, device_of(module))
+        x = probe_rows(_probe_widths(module)[-1], dtype, device_of(module))
         weights = [weight] if weight is not None else []
         if reason := difference(fast, double, [x], weights):
             return f"in {dtype}, rows of rms {PROBE_RMS}: {reason}"
@@ -204,10 +288,28 @@ def _is_candidate(module: nn.Module) -> bool:
     return len(required) == 1
 
 
-def _width(module: nn.Module) -> int | None:
-    return next((parameter.numel() for parameter in module._parameters.values() if parameter is not None), None)
+def _is_gated(module: nn.Module) -> bool:
+    """Whether it normalises and gates, as Mamba 2's and gated delta nets' norms do."""
+    base = stock_class(module)
+    return "rmsnorm" in base.__name__.lower() and "gate" in inspect.signature(base.forward).parameters
 
 
-def _epsilons(module: nn.Module) -> set[float]:
-    """Every small positive float the instance holds: one of them may be its eps."""
-    return {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1e-2}
+def _key(module: nn.Module) -> Hashable:
+    """Modules of equal keys compute the same."""
+    widths = tuple((name, parameter.numel()) for name, parameter in module._parameters.items() if parameter is not None)
+    return stock_class(module), widths, fingerprint(module)
+
+
+def _probe_widths(module: nn.Module) -> tuple[int, ...]:
+    """A weight is as wide as the rows."""
+    return tuple(weight.numel() for weight in module._parameters.values() if weight is not None) or WEIGHTLESS_WIDTHS
+
+
+def _epsilons(module: nn.Module) -> list[str]:
+    """The attributes that hold a small positive float: one of them may be the eps."""
+    return [name for name, value in vars(module).items() if isinstance(value, float) and 0 < value < 1e-2]
+
+
+def _eps(norm: Norm, module: nn.Module) -> float:
+    eps: float = module.__dict__[norm.eps] if isinstance(norm.eps, str) else norm.eps
+    return eps
