@@ -21,7 +21,7 @@ from slothplug.kernels.lora import DTYPES, Operand, Precision, lora_linear
 from slothplug.patching.call import current_call
 from slothplug.patching.casts import Casts
 from slothplug.patching.private_class import is_patched, stock_class
-from slothplug.patching.proof import difference, probe_rows
+from slothplug.patching.proof import difference, probe_rows, seed_generators
 from slothplug.patching.recording import why_recorded
 from slothplug.patching.siblings import Kept, Member, collect, groups_in, keep, shareable, state_now
 from slothplug.patching.sites import (
@@ -362,11 +362,11 @@ def _differs(double: nn.Module, kernel: Kernel, x: torch.Tensor, computed_in: to
     seed = 1
 
     def fast(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(seed)
+        seed_generators(seed)
         return fast_lora(double, state, x)
 
     def stock(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(seed)
+        seed_generators(seed)
         return double(x)
 
     reason = difference(fast, stock, [x], list(double.parameters()), computed_in)

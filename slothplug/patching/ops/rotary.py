@@ -34,7 +34,7 @@ from slothplug.kernels.backend import choose_backend, why_not_triton
 from slothplug.kernels.rotary import Output, Pairing, Table, rotary
 from slothplug.patching.closures import chain, global_names, rebuild
 from slothplug.patching.private_class import stock_class
-from slothplug.patching.proof import difference
+from slothplug.patching.proof import difference, preserved_rng
 from slothplug.patching.sites import Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
 from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
@@ -322,8 +322,7 @@ def identify(function: FunctionType) -> Rotation | str:
     signature = _signature(function)
     if isinstance(signature, str):
         return signature
-    with torch.random.fork_rng([]), torch.no_grad():
-        torch.manual_seed(0)
+    with preserved_rng(), torch.no_grad():
         found = [rotation for variant in _variants() if (rotation := _as(function, signature, variant))]
     # Where whole heads are rotated, the first and the last R elements are the same ones.
     found.sort(key=lambda rotation: not rotation.partial)
