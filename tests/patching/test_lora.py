@@ -553,6 +553,46 @@ def test_base_layers_of_other_classes_are_left() -> None:
     }
 
 
+def test_an_output_layer_patched_before_peft_wrapped_it() -> None:
+    fast = model().merge_and_unload()
+    stock = copy.deepcopy(fast)
+    slothplug.patch(fast, {"ops": ["head", "lora"]})
+    config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    outcomes = []
+    for one in (fast, stock):
+        torch.manual_seed(1)
+        outcomes.append(get_peft_model(one, config))
+    adapted, stock = outcomes
+    report = slothplug.patch(adapted, {"ops": ["head", "lora"]})
+    sites = report.by_op()["lora"]
+    assert [site.status for site in sites] == ["fused"]
+    assert_equal(step(adapted), step(stock))
+    assert [site.calls.served for site in sites] == [1]
+
+
+def test_outputs_kept_in_a_backward_pass_are_dropped_at_its_end() -> None:
+    fast, _, report = pair()
+    q, k, _ = siblings_of(fast)
+    x = torch.randn(2, 32, requires_grad=True)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        y = torch.utils.checkpoint.checkpoint(lambda x: q(x) + k(x)[:, :1], x, use_reentrant=False)
+    y.sum().backward()
+    current = siblings._local.round
+    assert current is None or not current.kept
+    assert fallbacks(report)[siblings.NOT_ASKED_FOR] == 2  # v_proj's, of the forward and of the recompute
+
+
+def test_an_output_is_not_collected_in_another_mode() -> None:
+    fast, stock, _ = pair()
+    (q, k, _), (_, k2, _) = siblings_of(fast), siblings_of(stock)
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        q(x)
+        with torch.inference_mode():
+            assert k(x).is_inference()
+            torch.testing.assert_close(k(x), k2(x))
+
+
 def test_inputs_of_other_types_are_answered_by_peft() -> None:
     class Odd(torch.Tensor):
         pass
@@ -573,11 +613,21 @@ def test_transposed_weights_are_left() -> None:
     assert [site.reason for site in report.left] == ["its base layer is a Conv1D; only nn.Linear is fused"]
 
 
-@pytest.mark.parametrize("fault", ["scale", "gradient"])
+@pytest.mark.parametrize("fault", ["scale", "gradient", "other outputs", "other gradients", "lowered"])
 def test_a_kernel_that_computes_something_else_is_refused(fault: str) -> None:
     def wrong(x: torch.Tensor, operands: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         if fault == "scale":
             return lora_linear(x, [o._replace(scaling=o.scaling * 1.01) for o in operands], **options)
+        if fault == "other outputs":
+            first, *others = lora_linear(x, operands, **options)
+            return (first, *(output * 1.01 for output in others))
+        if fault == "other gradients":
+            first, *others = operands
+            return lora_linear(x, [first, *(o._replace(b=o.b.detach()) for o in others)], **options)
+        if fault == "lowered":
+            lowered = options.pop("lowered")
+            lowered = lowered and [(a * 1.5, b) for a, b in lowered]
+            return lora_linear(x, operands, lowered=lowered, **options)
         return lora_linear(x, [o._replace(a=o.a.detach()) for o in operands], **options)
 
     class Plugin:
@@ -593,7 +643,8 @@ def test_a_kernel_that_computes_something_else_is_refused(fault: str) -> None:
     finally:
         plugin_manager().unregister(plugin)
     assert not report.fused
-    assert all("float32" in site.reason for site in report.left)
+    expected = {"scale": "base torch.float32", "gradient": "base torch.float32", "lowered": "autocast on"}
+    assert all(expected.get(fault, "siblings, base torch.float32") in site.reason for site in report.left)
 
 
 def test_undo_restores_pefts_classes() -> None:
