@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
@@ -166,6 +167,10 @@ def test_a_traced_model(make: Callable[[], nn.Module]) -> None:
             return self.model(input_ids=ids, use_cache=False, return_dict=False)[0]
 
     model, stock, report = pair(make)
+    try:
+        torch.jit.trace(Logits(stock.eval()), (IDS,), check_trace=False)
+    except (IndexError, RuntimeError) as error:
+        pytest.skip(f"transformers {transformers.__version__} cannot be traced unpatched: {error}")
     traced = torch.jit.trace(Logits(model.eval()), (IDS,), check_trace=False)
     torch.testing.assert_close(traced(IDS + 1), stock.eval()(input_ids=IDS + 1).logits)
     assert "traced by torch.jit" in reasons(report)

@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -60,6 +61,8 @@ def test_norm_variants(norm: type[nn.Module], dtype: torch.dtype, weight: float,
         found.append((output.detach(), leaf.grad, one[0].weight.grad))
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(found[0][0], found[1][0], rtol=4 * ulp if dtype is torch.float32 else ulp, atol=1e-30)
+    if dtype is not torch.float32:  # float32 sums in another order seldom reach the other side of a rounding
+        assert (found[0][0] != found[1][0]).float().mean() <= 0.02
     for got, expected in zip(found[0][1:], found[1][1:], strict=True):
         scale = expected.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
         assert ((got - expected).float().abs() / scale).max() <= 4 * ulp
@@ -67,7 +70,8 @@ def test_norm_variants(norm: type[nn.Module], dtype: torch.dtype, weight: float,
 
 def test_float16_products_that_overflow() -> None:
     """https://github.com/unslothai/unsloth-zoo/pull/600: gate times up beyond 65504, and norms of rows near it."""
-    model, stock, _ = pair(lambda: tiny("llama", hidden_size=64).half())
+    model, stock, report = pair(lambda: tiny("llama", hidden_size=64).half())
+    assert not report.left
     for one in (model, stock):
         mlp = one.model.layers[0].mlp
         with torch.no_grad():
@@ -217,7 +221,19 @@ def test_dora_on_layers_and_embeddings() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+@pytest.mark.parametrize(
+    "bias",
+    [
+        "none",
+        "all",
+        pytest.param(
+            "lora_only",
+            marks=pytest.mark.skipif(
+                Version(peft.__version__) < Version("0.21"), reason="this PEFT saves no biases for bias='lora_only'"
+            ),
+        ),
+    ],
+)
 def test_biased_projections_are_saved_and_reloaded(tmp_path: Path, bias: str) -> None:
     """https://github.com/unslothai/unsloth/issues/478: a bias was lost, or added twice, after a reload."""
 
@@ -360,10 +376,14 @@ def test_teacher_and_student_of_one_class() -> None:
 def test_blocks_that_are_eligible_in_part() -> None:
     """https://github.com/axolotl-ai-cloud/axolotl/issues/2770: half a block patched and the rest without its parts."""
 
+    class Noisy(nn.SiLU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(super().forward(x), 0.5, self.training)
+
     def make() -> nn.Module:
         model = with_lora(tiny("llama"), target_modules=["q_proj", "v_proj"])
         layers = model.base_model.model.model.layers
-        layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
+        layers[0].mlp.act_fn = Noisy()
         layers[1].self_attn.q_proj.lora_dropout["default"] = nn.Dropout(0.3)
         layers[1].self_attn.k_proj.bias = nn.Parameter(torch.randn(16))
         return model
@@ -371,7 +391,7 @@ def test_blocks_that_are_eligible_in_part() -> None:
     model, stock, report = pair(make)
     status = {(site.op, site.name): site.status for site in report.sites}
     assert status["glu", "model.layers.1.mlp"] == "fused"
-    assert status.get(("glu", "model.layers.0.mlp"), "left") == "left"
+    assert status["glu", "model.layers.0.mlp"] == "left"
     assert {name for (op, name), what in status.items() if op == "lora" and what == "fused"} == {
         f"model.layers.{index}.self_attn.{name}" for index in (0, 1) for name in ("q_proj", "v_proj")
     }
