@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from slothplug.kernels.backend import Backend
+from slothplug.kernels.once_differentiable import once_differentiable
 
 Pairing = Literal["half", "interleaved"]
 Output = Literal["same", "half"]

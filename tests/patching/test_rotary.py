@@ -152,10 +152,10 @@ def tables_reversed(tensor, sin, cos):  # type: ignore[no-untyped-def]
     sin, cos = (t[:, :, None, :].repeat_interleave(2, 3) for t in (sin, cos))
     return tensor * cos + rotate_pairs(tensor) * sin
 
+
 def deinterleaved(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
     q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return remote_rotary(q, k, cos, sin, unsqueeze_dim)
-
 
 
 def vision(q, k, cos, sin):  # type: ignore[no-untyped-def]
@@ -187,8 +187,8 @@ def sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):  # type: ignore[no
         (with_positions, ("half", "same", "cat", False, True)),
         (partial_heads, ("half", "same", "cat", False, True)),
         (last_elements, ("interleaved", "same", "single", True, False)),
-        (deinterleaved, ("interleaved", "half", "halves", False, True)),
         (tables_reversed, ("interleaved", "same", "single", False, True)),
+        (deinterleaved, ("interleaved", "half", "halves", False, True)),
         (vision, ("half", "same", "cat", False, False)),
     ],
 )
@@ -258,12 +258,12 @@ class WithSections(RemoteAttention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sections(self.heads(x), self.heads(x), *self.tables(x.shape[1]), [1, 1, 2])[0]
 
+
 class EitherFunction(RemoteAttention):
     def forward(self, x: torch.Tensor, known: bool) -> torch.Tensor:
         torch.manual_seed(1)
         function = remote_rotary if known else scaled
         return torch.cat(function(self.heads(x), self.heads(x), *self.tables(x.shape[1])), 1)
-
 
 
 def served_and_stock(module: nn.Module) -> tuple[nn.Module, slothplug.Report]:
@@ -330,6 +330,7 @@ def test_what_is_not_recognised_is_left_with_the_reason(attention: type[nn.Modul
         report = rotary_report(nn.Sequential(attention()))
     assert reason in report.left[0].reason
 
+
 def test_a_function_that_is_not_recognised_beside_one_that_is_counts_as_fallen_back() -> None:
     module = EitherFunction()
     stock, report = served_and_stock(module)
@@ -340,7 +341,6 @@ def test_a_function_that_is_not_recognised_beside_one_that_is_counts_as_fallen_b
     assert torch.equal(module(x, False), stock(x, False))
     assert calls.served == 1
     assert calls.fallbacks == {"scaled computes something else than the known rotations": 1}
-
 
 
 def test_a_class_whose_forward_somebody_replaced_is_served_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:

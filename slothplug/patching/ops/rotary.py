@@ -35,6 +35,7 @@ from slothplug.kernels.rotary import Output, Pairing, Table, rotary
 from slothplug.patching.closures import chain, global_names, rebuild
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.proof import difference, preserved_rng
+from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
 from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
@@ -137,7 +138,7 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
         device, dtype = device_of(module), dtype_of(module)
         kernel = kernel_for(NAME, device, dtype, settings)
         if isinstance(outcome, str):
-            yield Left(NAME, name, module, outcome, excused=True)
+            yield Left(NAME, name, module, outcome, excused=_is_latent_attention(module))
         elif device.type == "meta":
             yield Left(NAME, name, module, "its weights are on the meta device")
         elif kernel is None:
@@ -146,6 +147,10 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
             proof = partial(prove, outcome, kernel, device, dtype)
             functions = tuple(function for function, _ in outcome.rotations)
             yield Site(NAME, name, module, fast_rotary, outcome, kernel, proof, (functions, dtype))
+
+
+def _is_latent_attention(module: nn.Module) -> bool:
+    return hasattr(module, "kv_lora_rank")
 
 
 class _Announced(threading.local):
@@ -159,8 +164,8 @@ _announced = _Announced()
 
 def fast_rotary(module: nn.Module, served: Served, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the module's forward: runs the rebuilt one, in which rotary functions ask for ``served``."""
-    if torch.compiler.is_compiling():
-        return served.fall_back(module, "traced by torch.compile", *args, **kwargs)
+    if reason := why_recorded():
+        return served.fall_back(module, reason, *args, **kwargs)
     outer, _announced.served = _announced.served, served
     try:
         return served.params.forward(module, *args, **kwargs)
@@ -176,7 +181,7 @@ def exchange(forward: Callable[..., Any]) -> Exchange | str | None:
     """
     rotations, reasons = [], []
     rebuilt = forward
-    for name, function in _rotary_functions(forward):
+    for name, function in rotary_functions(forward):
         rotation = identify(function)
         if isinstance(rotation, str):
             reasons.append(f"{name} {rotation}")
@@ -192,7 +197,7 @@ def exchange(forward: Callable[..., Any]) -> Exchange | str | None:
     return "; ".join(reasons) or None
 
 
-def _rotary_functions(forward: Callable[..., Any]) -> Iterator[tuple[str, FunctionType]]:
+def rotary_functions(forward: Callable[..., Any]) -> Iterator[tuple[str, FunctionType]]:
     """The rotary functions that the chain of ``forward`` reads from its modules, by name.
 
     They have parameters cos and sin. Others are taken along by what they are called, so that they are reported.
