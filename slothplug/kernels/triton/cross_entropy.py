@@ -244,8 +244,8 @@ def _cross_entropy_rows_kernel(
             tl.store(logits_ptr + columns, d.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
-# The three ways in which a loss is computed: without gradients, with gradients ahead of backward and with those of
-# backward, which has an upstream gradient for each row.
+# The ways in which a loss is computed: without gradients; with gradients ahead of backward, of a mean and of a sum, which
+# divides by nothing; with those of backward, which has an upstream gradient for each row.
 _Way = Literal["loss", "ahead", "ahead_of_sum", "backward"]
 
 
@@ -284,5 +284,10 @@ def _note(
     scalar = torch.empty((), device="meta")
     class_weight = torch.empty(vocabulary, device="meta") if weighted else None
     terms = Terms(-100, label_smoothing, z_loss, epilogue, class_weight, scalar if weighted else None)
-    upstream = {"loss": None, "ahead": Upstream(None, scalar), "ahead_of_sum": Upstream(None, None), "backward": Upstream(losses, None)}[way]
+    upstream = {
+        "loss": None,
+        "ahead": Upstream(None, scalar),
+        "ahead_of_sum": Upstream(None, None),
+        "backward": Upstream(losses, None),
+    }[way]
     TritonPrimitives.cross_entropy_rows(logits, labels, None if way == "backward" else losses, terms, upstream)
