@@ -244,8 +244,8 @@ def _cross_entropy_rows_kernel(
             tl.store(logits_ptr + columns, d.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
-# The ways in which a loss is computed: without gradients; with gradients ahead of backward, of a mean and of a sum, which
-# divides by nothing; with those of backward, which has an upstream gradient for each row.
+# The ways in which a loss is computed: without gradients; with gradients ahead of backward, of a mean and of a sum,
+# which divides by nothing; with those of backward, which has an upstream gradient for each row.
 _Way = Literal["loss", "ahead", "ahead_of_sum", "backward"]
 
 
