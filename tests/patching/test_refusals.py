@@ -132,36 +132,3 @@ def test_a_model_that_is_a_site_itself() -> None:
     assert report.fused[0].calls.served == 1
     slothplug.unpatch(model)
     assert type(model) is Gated
-
-
-def apply_rotary_pos_emb(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = q.chunk(2, dim=-1)
-    return q * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-class Rotating(nn.Module):
-    """A model whose own forward rotates, and which has a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(16, eps=1e-6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        angles = torch.outer(torch.arange(x.shape[1]), 10 ** -torch.arange(8.0)).repeat(1, 2)[None]
-        return apply_rotary_pos_emb(self.norm(x).unsqueeze(1), angles.cos(), angles.sin())
-
-
-def test_a_model_whose_calls_are_watched_gets_no_second_class() -> None:
-    model, stock = Rotating(), Rotating()
-    assert [site.op for site in slothplug.patch(model, {"ops": ["rms_norm"]}).fused] == ["rms_norm"]
-    report = slothplug.patch(model)
-    assert [site.op for site in report.fused] == ["rms_norm"]
-    assert [(site.op, site.reason) for site in report.left] == [
-        ("rotary", "an earlier patch serves it otherwise: undo that first")
-    ]
-    x = torch.randn(2, 5, 16)
-    torch.testing.assert_close(model(x), stock(x))
-    report.undo()
-    assert type(model) is Rotating
-    assert {site.op for site in slothplug.patch(model).fused} == {"rms_norm", "rotary"}
