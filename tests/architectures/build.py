@@ -81,13 +81,17 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "prophetnet": {"num_hidden_layers": OMIT, "num_decoder_layers": 2, "num_encoder_layers": 1},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (4, 4)},
+    # Training reseeds the generator from the system's entropy: no two steps would have one dropout or one hash.
+    "reformer": {
+        "hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0, "lsh_attention_probs_dropout_prob": 0.0,
+        "hash_seed": 1, "is_decoder": True, "axial_pos_embds_dim": (32, 32), "axial_pos_shape": (4, 4),
+    },
     "xlnet": {"max_position_embeddings": OMIT},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **ZAMBA},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, **ZAMBA},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 """Fields that a type needs beside the small ones."""
 
 

@@ -19,10 +19,10 @@ Every causal LM type of transformers, as a small random model; {{versions}}. Mad
 A cell is the number of sites served and the number found. A site is served only if its fused path ran forward and
 backward in a training step; a module that the stock step does not run in both directions is no site. `=` says that
 the loss and every gradient of that step are those of the unpatched model in float32: the loss to
-{LOSS_TOLERANCE:.0e}, gradients to {GRADIENT_TOLERANCE:.0e} of the largest, or, where that is more, to
-{NOISE_FACTOR} times what stock differs from itself with every weight moved to a neighbouring float32. The column
-lora is a second step, with an adapter on every linear layer; siblings are the attentions whose q, k and v are
-layers of their own, and those of them that were computed by one node.
+{LOSS_TOLERANCE:.0e}, gradients to {GRADIENT_TOLERANCE:.0e} of the largest. `= (noise)`: a model that magnifies
+roundings is as near as {NOISE_FACTOR} times what stock differs from itself with every weight moved to a
+neighbouring float32. The column lora is a second step, with an adapter on every linear layer; siblings are the
+attentions whose q, k and v are layers of their own, and those of them that were computed by one node.
 
 Gated norms, latent attention (MLA), 3-D experts and linear attention may stay stock; where they are sites at all,
 they are not in the counts and are named in the last column.
@@ -123,7 +123,12 @@ def _siblings(compared: Mapping[str, Any]) -> str:
 
 
 def _equal(compared: Mapping[str, Any]) -> str:
-    return "=" if compared.get("equal") else ("differs" if "equal" in compared else "-")
+    if "equal" not in compared:
+        return "-"
+    if not compared["equal"]:
+        return "differs"
+    within = compared["loss_error"] <= LOSS_TOLERANCE and compared["gradient_error"] <= GRADIENT_TOLERANCE
+    return "=" if within else "= (noise)"
 
 
 def _escaped(text: str) -> str:
