@@ -26,7 +26,7 @@ from slothplug.patching.casts import Casts
 from slothplug.patching.private_class import check_undoable, give_back, is_patched, stock_class, take, with_forward
 from slothplug.patching.proof import preserved_rng
 from slothplug.patching.report import Report, SiteReport
-from slothplug.patching.sites import STATE, Calls, Left, Served, Site, device_of, why_not_touchable
+from slothplug.patching.sites import STATE, Calls, Left, Served, Site, why_not_touchable
 from slothplug.patching.unwrap import wrappers_and_core
 from slothplug.plugins import plugin_manager
 from slothplug.settings import Settings
@@ -106,7 +106,7 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
 
     earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
     owner = _owner_of(earlier, settings)
-    with _stock_modes(device_of(core)):
+    with _stock_modes(_home(core)):
         sites = list(_proved_sites(core, settings, report, earlier))
     taken: list[nn.Module] = []
     try:
@@ -143,6 +143,11 @@ def _owner_of(earlier: Mapping[nn.Module, Served | Outermost], settings: Setting
             f"places, or call slothplug.unpatch(model) first. The model was not changed."
         )
     return owner
+
+
+def _home(core: nn.Module) -> torch.device:
+    """The device of the model's first weight that is loaded; ``cpu`` where none is."""
+    return next((weight.device for weight in core.parameters() if not weight.is_meta), torch.device("cpu"))
 
 
 @contextmanager
@@ -186,7 +191,7 @@ def _refuse(core: nn.Module, settings: Settings) -> None:
 
 def _judge_backend(core: nn.Module, settings: Settings) -> Iterator[str]:
     """Raises where Triton was asked for and cannot serve; yields a note where it was not taken by itself."""
-    reason = why_not_triton(device_of(core)) if settings.backend != "torch" else None
+    reason = why_not_triton(_home(core)) if settings.backend != "torch" else None
     if reason and settings.backend == "triton":
         raise SettingsError(
             f"The model was not patched: use_fast_kernels.backend is 'triton', but {reason}. Mend that, or set it "

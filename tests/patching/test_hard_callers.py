@@ -576,6 +576,12 @@ def test_a_model_partly_on_meta_is_served_where_its_weights_are(make: Callable[[
     }
 
 
+def test_embeddings_on_meta_do_not_keep_the_rest_from_being_served(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    core(model).model.embed_tokens.to("meta")
+    assert not slothplug.patch(model).left
+
+
 def test_offloading_by_accelerate_before_and_after_the_patch(make: Callable[[], nn.Module]) -> None:
     accelerate = pytest.importorskip("accelerate")
     model, stock, _ = pair(make)
