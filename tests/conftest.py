@@ -9,11 +9,10 @@ import pytest
 import torch
 
 KERNEL_TESTS = Path(__file__).parent / "kernels"
-# Where the variable is set by hand it is left alone: then every test runs on interpreted kernels.
-SWITCHES_INTERPRETER = not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
+INTERPRETS = not torch.cuda.is_available()
 
 torch.set_num_threads(1)
-if SWITCHES_INTERPRETER:
+if INTERPRETS:
     # Triton reads it wherever a function is decorated; for its own library that is when anything first imports triton,
     # and the frameworks that other tests import do.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -22,7 +21,7 @@ if SWITCHES_INTERPRETER:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Outside tests/kernels ``backend: auto`` on a CPU means PyTorch, whichever tests share the process."""
-    if SWITCHES_INTERPRETER:
+    if INTERPRETS:
         if item.path.is_relative_to(KERNEL_TESTS):
             os.environ["TRITON_INTERPRET"] = "1"
         else:
