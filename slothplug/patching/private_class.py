@@ -116,6 +116,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     else:
         duplicate = base.__new__(base)
         memo[id(self)] = duplicate
+        copy.deepcopy(self.__dict__[STATE], memo)  # a whole model's owner first: its modules' states look for it
         duplicate.__dict__.update(copy.deepcopy(_without_ours(self.__dict__), memo))
     duplicate.__class__ = type(self)
     duplicate.__dict__[STATE] = copy.deepcopy(self.__dict__[STATE], memo)

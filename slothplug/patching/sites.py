@@ -92,9 +92,12 @@ class Served:
         return self.original(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Served:
+        # A copy of a whole model has an owner of its own. A copy of one module, as PEFT's modules_to_save, stays in the
+        # model.
+        owner = memo.get(id(self.owner), self.owner)
         return Served(
             self.op, self.name, copy.deepcopy(self.params, memo), self.kernel, self.device_type, self.original,
-            copy.deepcopy(self.owner, memo), self.calls,
+            owner, self.calls,
         )  # fmt: skip
 
 
