@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -51,3 +52,29 @@ def why_not_triton(device: torch.device) -> str | None:
 def choose_backend(device: torch.device) -> Backend:
     """The backend that ``backend: auto`` means on ``device``."""
     return "torch" if why_not_triton(device) else "triton"
+
+
+Implementation = TypeVar("Implementation")
+
+
+def primitives_on(backend: Backend, torch_primitives: Implementation, triton_module: str) -> Implementation:
+    """What an operation computes with on ``backend``: ``torch_primitives``, or their like on Triton.
+
+    Those are the class ``TritonPrimitives`` of ``kernels/triton/<triton_module>.py``, which is imported when it is
+    first asked for. Both have the functions of the operation's own protocol, as static methods.
+
+    Raises:
+        ValueError: an unknown backend.
+        ImportError: the module cannot be imported.
+    """
+    if backend == "torch":
+        return torch_primitives
+    if backend == "triton":
+        on_triton: Implementation = _triton_primitives(triton_module)
+        return on_triton
+    raise ValueError(f"backend is 'torch' or 'triton', not {backend!r}")
+
+
+@functools.cache
+def _triton_primitives(module: str) -> Any:
+    return importlib.import_module(f"slothplug.kernels.triton.{module}").TritonPrimitives

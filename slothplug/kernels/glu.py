@@ -28,15 +28,13 @@ relu2, gate = 300 and up = 0.5 give 45000, where stock's intermediate 90000 is i
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slothplug.kernels.backend import Backend
+from slothplug.kernels.backend import Backend, primitives_on
 from slothplug.kernels.once_differentiable import once_differentiable
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "quick_gelu"]
@@ -63,7 +61,7 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = 
         ValueError: gate and up differ in shape or device, or the activation or the backend is unknown.
     """
     _check(gate, up, activation)
-    return _GLU.apply(gate, up, activation, backend)
+    return _GLU.apply(gate, up, activation, primitives_on(backend, _TorchPrimitives, "glu"))
 
 
 def glu_packed(gate_up: Tensor, *, activation: Activation, layout: Layout, backend: Backend = "torch") -> Tensor:
@@ -84,7 +82,7 @@ def glu_packed(gate_up: Tensor, *, activation: Activation, layout: Layout, backe
             f"a packed tensor holds gate and up, so its last dimension is even; got {tuple(gate_up.shape)}"
         )
     _check(*split_packed(gate_up, layout), activation)
-    return _PackedGLU.apply(gate_up, activation, layout, backend)
+    return _PackedGLU.apply(gate_up, activation, layout, primitives_on(backend, _TorchPrimitives, "glu"))
 
 
 def split_packed(gate_up: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -108,13 +106,42 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
         raise ValueError(f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
 
 
+class Primitives(Protocol):
+    """What a backend implements."""
+
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
+        """Writes act(gate) * up into ``out``, of their shape and with leading dimensions that collapse.
+
+        Whoever owns gate or up may give it as ``out``.
+        """
+
+    @staticmethod
+    def backward(
+        grad_output: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: Activation,
+        *,
+        d_gate: Tensor | None = None,
+        d_up: Tensor | None = None,
+        h: Tensor | None = None,
+    ) -> None:
+        """Writes the gradients, and act(gate) * up again, into those of ``d_gate``, ``d_up`` and ``h`` that are given.
+
+        Destinations have gate's shape and leading dimensions that collapse; whoever owns grad_output, gate or up may
+        give it as a destination too. ``h`` is what the forward wrote, so that the input of the next linear layer need
+        not be kept for its weight gradient.
+        """
+
+
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, backend: Backend) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, primitives: Primitives) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.primitives = activation, _primitives(backend)
+        ctx.activation, ctx.primitives = activation, primitives
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        ctx.primitives.glu_forward(gate, up, activation, out)
+        ctx.primitives.forward(gate, up, activation, out)
         return out
 
     @staticmethod
@@ -124,18 +151,18 @@ class _GLU(torch.autograd.Function):
         needs_gate, needs_up = ctx.needs_input_grad[:2]
         d_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs_gate else None
         d_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs_up else None
-        ctx.primitives.glu_backward(grad_output, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
+        ctx.primitives.backward(grad_output, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
         return d_gate, d_up, None, None
 
 
 class _PackedGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, activation: Activation, layout: Layout, backend: Backend) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation, layout: Layout, primitives: Primitives) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.activation, ctx.layout, ctx.primitives = activation, layout, _primitives(backend)
+        ctx.activation, ctx.layout, ctx.primitives = activation, layout, primitives
         gate, up = split_packed(gate_up, layout)
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        ctx.primitives.glu_forward(gate, up, activation, out)
+        ctx.primitives.forward(gate, up, activation, out)
         return out
 
     @staticmethod
@@ -145,51 +172,35 @@ class _PackedGLU(torch.autograd.Function):
         gate, up = split_packed(gate_up, ctx.layout)
         d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
         d_gate, d_up = split_packed(d_gate_up, ctx.layout)
-        ctx.primitives.glu_backward(grad_output, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
+        ctx.primitives.backward(grad_output, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
         return d_gate_up, None, None, None
 
 
-def _primitives(backend: Backend) -> ModuleType:
-    """The module whose ``glu_forward`` and ``glu_backward`` serve ``backend``."""
-    if backend == "triton":
-        from slothplug.kernels.triton import glu as primitives
+class _TorchPrimitives:
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
+        torch.mul(_activate(gate.float(), activation), up, out=out)
 
-        return primitives
-    if backend == "torch":
-        return sys.modules[__name__]
-    raise ValueError(f"backend is 'triton' or 'torch', not {backend!r}")
-
-
-def glu_forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
-    """Writes act(gate) * up into ``out``: of their shape, with leading dimensions that collapse; may be gate or up."""
-    torch.mul(_activate(gate.float(), activation), up, out=out)
-
-
-def glu_backward(
-    grad_output: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: Activation,
-    *,
-    d_gate: Tensor | None = None,
-    d_up: Tensor | None = None,
-    h: Tensor | None = None,
-) -> None:
-    """Writes the gradients, and act(gate) * up again, into those of ``d_gate``, ``d_up`` and ``h`` that are given.
-
-    Destinations have gate's shape and leading dimensions that collapse; whoever owns grad_output, gate or up may give
-    it as a destination too. ``h`` is what the forward wrote, so that the input of the next linear layer need not be
-    kept for its weight gradient.
-    """
-    gate_float = gate.float()
-    written = []
-    if d_gate is not None:
-        written.append((d_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
-    if d_up is not None or h is not None:
-        activated = _activate(gate_float, activation)
-        written += [(t, activated * factor) for t, factor in ((d_up, grad_output), (h, up)) if t is not None]
-    for destination, value in written:  # after everything is read, since a destination may be an input
-        destination.copy_(value)
+    @staticmethod
+    def backward(
+        grad_output: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: Activation,
+        *,
+        d_gate: Tensor | None = None,
+        d_up: Tensor | None = None,
+        h: Tensor | None = None,
+    ) -> None:
+        gate_float = gate.float()
+        written = []
+        if d_gate is not None:
+            written.append((d_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
+        if d_up is not None or h is not None:
+            activated = _activate(gate_float, activation)
+            written += [(t, activated * factor) for t, factor in ((d_up, grad_output), (h, up)) if t is not None]
+        for destination, value in written:  # after everything is read, since a destination may be an input
+            destination.copy_(value)
 
 
 def _activate(x: Tensor, activation: Activation) -> Tensor:

@@ -18,12 +18,11 @@ float32 partial rows, 8 P H bytes for P <= 768 partial sums. Kept for backward: 
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from slothplug.kernels.backend import Backend
+from slothplug.kernels.backend import Backend, primitives_on
 from slothplug.kernels.once_differentiable import once_differentiable
 
 Casting = Literal["before_weight", "after_weight"]
@@ -72,7 +71,8 @@ def rms_norm(
         raise ValueError(f"weight of shape {tuple(weight.shape)} cannot scale rows of x, {tuple(x.shape)}")
     if casting not in ("before_weight", "after_weight"):
         raise ValueError(f"casting is 'before_weight' or 'after_weight', not {casting!r}")
-    output: torch.Tensor = _RMSNorm.apply(x, weight, Variant(eps, offset, casting), _primitives(backend))
+    primitives = primitives_on(backend, _TorchPrimitives, "rms_norm")
+    output: torch.Tensor = _RMSNorm.apply(x, weight, Variant(eps, offset, casting), primitives)
     return output
 
 
@@ -90,13 +90,12 @@ def _dtype_of(weight: torch.Tensor | None) -> str:
 class Primitives(Protocol):
     """What a backend implements. ``rstd`` is the backend's own: float32, one value a row."""
 
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor | None, variant: Variant
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output and rstd."""
 
+    @staticmethod
     def backward(
-        self,
         grad_output: torch.Tensor,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -161,14 +160,3 @@ def _scale(weight: torch.Tensor, variant: Variant) -> torch.Tensor:
     """What the rows are multiplied by: in the weight's dtype before the weight, in float32 after it."""
     weight = weight if variant.casting == "before_weight" else weight.float()
     return weight + variant.offset if variant.offset else weight
-
-
-@functools.cache
-def _primitives(backend: Backend) -> Primitives:
-    if backend == "torch":
-        return _TorchPrimitives()
-    if backend == "triton":
-        from slothplug.kernels.triton.rms_norm import TritonPrimitives
-
-        return TritonPrimitives()
-    raise ValueError(f"backend is 'torch' or 'triton', not {backend!r}")

@@ -14,20 +14,19 @@ Cost for q and k of N elements together, e bytes each: forward and backward read
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from slothplug.kernels.backend import Backend
+from slothplug.kernels.backend import Backend, primitives_on
 from slothplug.kernels.once_differentiable import once_differentiable
 
 Pairing = Literal["half", "interleaved"]
 Output = Literal["same", "half"]
 Table = Literal["cat", "halves", "repeat", "single"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Rotation(NamedTuple):
@@ -103,16 +102,15 @@ def rotary(
         table=_entries(pairing, output, table),
     )
     dtypes = tuple(_output_dtype(x, cos, sin, promote) for x in (q, k))
-    outputs: tuple[torch.Tensor, torch.Tensor | None] = _Rotary.apply(
-        q, k, cos, sin, rotation, dtypes, _primitives(backend)
-    )
+    primitives = primitives_on(backend, _TorchPrimitives, "rotary")
+    outputs: tuple[torch.Tensor, torch.Tensor | None] = _Rotary.apply(q, k, cos, sin, rotation, dtypes, primitives)
     return outputs
 
 
 def _check(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, table: Table) -> int:
     """Refuses what cannot be rotated; returns the number of rotated elements a head."""
     for tensor in (q, cos, sin) if k is None else (q, k, cos, sin):
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"rotary takes float32, float16 and bfloat16, not {tensor.dtype}")
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("rotary computes no gradients of cos and sin, and they require one")
@@ -150,10 +148,11 @@ def _output_dtype(x: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Primitive(Protocol):
+class Primitives(Protocol):
     """What a backend implements."""
 
-    def __call__(self, pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
+    @staticmethod
+    def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
         """Writes the rotated first tensor of each pair into the second; one pair or two of the same B, T and D."""
 
 
@@ -167,15 +166,15 @@ class _Rotary(torch.autograd.Function):
         sin: torch.Tensor,
         rotation: Rotation,
         dtypes: tuple[torch.dtype | None, torch.dtype | None],
-        primitive: Primitive,
+        primitives: Primitives,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         outputs = tuple(
             None if x is None else torch.empty_like(x, dtype=d) for x, d in zip((q, k), dtypes, strict=True)
         )
-        _rotate(primitive, (q, k), outputs, cos, sin, rotation)
+        _rotate(primitives, (q, k), outputs, cos, sin, rotation)
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
-        ctx.rotation, ctx.primitive = rotation, primitive
+        ctx.rotation, ctx.primitives = rotation, primitives
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (q, k))
         # The outputs' strides are those of q and k without gaps: a gradient written so is a view of what made them.
         ctx.strides = tuple(None if y is None else y.stride() for y in outputs)
@@ -191,12 +190,12 @@ class _Rotary(torch.autograd.Function):
                 grad_outputs, ctx.needs_input_grad[:2], ctx.dtypes, ctx.strides, strict=True
             )
         )
-        _rotate(ctx.primitive, grad_outputs, grads, cos, sin, ctx.rotation.transpose())
+        _rotate(ctx.primitives, grad_outputs, grads, cos, sin, ctx.rotation.transpose())
         return (*grads, None, None, None, None, None)
 
 
 def _rotate(
-    primitive: Primitive,
+    primitives: Primitives,
     inputs: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor | None],
     cos: torch.Tensor,
@@ -206,23 +205,25 @@ def _rotate(
     """Rotates those of q and k that are there and not empty, together."""
     pairs = [(x, y) for x, y in zip(inputs, outputs, strict=True) if x is not None and y is not None and x.numel()]
     if pairs:
-        primitive(pairs, cos, sin, rotation)
+        primitives.rotate(pairs, cos, sin, rotation)
 
 
-def _rotate_torch(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
-    c0, c1 = _table_entries(cos, rotation)
-    s0, s1 = _table_entries(sin, rotation)
-    # A pair's partner enters the first element with -s0 and the second with s1; transposed the two change places.
-    first, second = (s1, -s0) if rotation.transposed else (-s0, s1)
-    stop = rotation.start + rotation.width
-    for x, y in pairs:
-        x0, x1 = (half.float() for half in _halves(x[..., rotation.start : stop], rotation.reads_interleaved))
-        y0, y1 = _halves(y[..., rotation.start : stop], rotation.writes_interleaved)
-        y0.copy_((x0 * c0).addcmul_(x1, first))
-        y1.copy_((x1 * c1).addcmul_(x0, second))
-        if rotation.width < x.shape[-1]:
-            rest = slice(stop, None) if rotation.start == 0 else slice(0, rotation.start)
-            y[..., rest] = x[..., rest]
+class _TorchPrimitives:
+    @staticmethod
+    def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
+        c0, c1 = _table_entries(cos, rotation)
+        s0, s1 = _table_entries(sin, rotation)
+        # A pair's partner enters the first element with -s0 and the second with s1; transposed the two change places.
+        first, second = (s1, -s0) if rotation.transposed else (-s0, s1)
+        stop = rotation.start + rotation.width
+        for x, y in pairs:
+            x0, x1 = (half.float() for half in _halves(x[..., rotation.start : stop], rotation.reads_interleaved))
+            y0, y1 = _halves(y[..., rotation.start : stop], rotation.writes_interleaved)
+            y0.copy_((x0 * c0).addcmul_(x1, first))
+            y1.copy_((x1 * c1).addcmul_(x0, second))
+            if rotation.width < x.shape[-1]:
+                rest = slice(stop, None) if rotation.start == 0 else slice(0, rotation.start)
+                y[..., rest] = x[..., rest]
 
 
 def _halves(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,14 +241,3 @@ def _table_entries(table: torch.Tensor, rotation: Rotation) -> tuple[torch.Tenso
         return shared, shared
     first, second = _halves(table, rotation.table == "neighbours")
     return first.float(), second.float()
-
-
-@functools.cache
-def _primitives(backend: Backend) -> Primitive:
-    if backend == "torch":
-        return _rotate_torch
-    if backend == "triton":
-        from slothplug.kernels.triton.rotary import rotate
-
-        return rotate
-    raise ValueError(f"backend is 'torch' or 'triton', not {backend!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from slothplug.exactness import assert_as_exact
-from slothplug.kernels.backend import Backend
-from slothplug.kernels.glu import ACTIVATIONS, LAYOUTS, Activation, Layout, glu, glu_packed, split_packed
+from slothplug.kernels.backend import Backend, primitives_on
+from slothplug.kernels.glu import (
+    ACTIVATIONS,
+    LAYOUTS,
+    Activation,
+    Layout,
+    _TorchPrimitives,
+    glu,
+    glu_packed,
+    split_packed,
+)
 
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -203,14 +211,14 @@ def test_keeps_only_its_inputs(packed: bool, backend: Backend, device: torch.dev
 def test_only_the_asked_gradient(
     wanted: str, backend: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("slothplug.kernels.triton.glu" if backend == "triton" else "slothplug.kernels.glu")
-    primitive, destinations = module.glu_backward, {}
+    primitives = primitives_on(backend, _TorchPrimitives, "glu")
+    primitive, destinations = primitives.backward, {}
 
     def spy(*arguments: Any, **keywords: Any) -> None:
         destinations.update(keywords)
         primitive(*arguments, **keywords)
 
-    monkeypatch.setattr(module, "glu_backward", spy)
+    monkeypatch.setattr(primitives, "backward", spy)
     leaves = {name: torch.randn(3, 10, device=device, requires_grad=name == wanted) for name in ("gate", "up")}
     glu(**leaves, activation="silu", backend=backend).sum().backward()
     assert [name for name, t in destinations.items() if t is not None] == [f"d_{wanted}"]
@@ -222,19 +230,19 @@ def test_only_the_asked_gradient(
 def test_backward_writes_h_and_may_overwrite_its_inputs(
     activation: Activation, backend: Backend, device: torch.device
 ) -> None:
-    module = importlib.import_module("slothplug.kernels.triton.glu" if backend == "triton" else "slothplug.kernels.glu")
+    primitives = primitives_on(backend, _TorchPrimitives, "glu")
     gate, up, grad_output = (torch.randn(3, 600, device=device) for _ in range(3))
     out, d_gate, d_up = differentiate(
         lambda g, u: glu(g, u, activation=activation, backend=backend), grad_output, gate, up
     )
-    module.glu_backward(grad_output, gate, up, activation, d_gate=gate, d_up=up, h=grad_output)
+    primitives.backward(grad_output, gate, up, activation, d_gate=gate, d_up=up, h=grad_output)
     assert torch.equal(gate, d_gate)
     assert torch.equal(up, d_up)
     assert torch.equal(grad_output, out)
     gate_up = torch.randn(3, 1200, device=device)
     gate, up = split_packed(gate_up, "up_gate")
     expected = glu(gate, up, activation=activation, backend=backend)
-    module.glu_forward(gate, up, activation, gate)
+    primitives.forward(gate, up, activation, gate)
     assert torch.equal(gate_up[:, 600:], expected)
 
 

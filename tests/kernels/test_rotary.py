@@ -290,13 +290,15 @@ def test_gradients_are_those_asked_for(trains: str, backend: Backend, device: to
     outputs = rotary(q, k, cos, sin, backend=backend)
     node = outputs[0].grad_fn
     rotated: list[int] = []
-    primitive = node.primitive
+    rotate = node.primitives.rotate
 
-    def recorder(pairs: Any, *args: Any) -> None:
-        rotated.append(len(pairs))
-        primitive(pairs, *args)
+    class Recorder:
+        @staticmethod
+        def rotate(pairs: Any, *args: Any) -> None:
+            rotated.append(len(pairs))
+            rotate(pairs, *args)
 
-    node.primitive = recorder
+    node.primitives = Recorder
     g = [torch.randn_like(y) for y in outputs]
     kept = [x.clone() for x in g]
     torch.autograd.backward(outputs, g)

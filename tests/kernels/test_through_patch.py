@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import slothplug
-from slothplug.kernels import rms_norm as rms_norm_module
-from slothplug.kernels.backend import why_not_triton
+from slothplug.kernels.backend import _triton_primitives, why_not_triton
 from slothplug.patching import patch as patch_module
 from tests.patching.architectures import assert_same_step, step, tiny
 
@@ -89,7 +88,7 @@ def test_a_kernel_that_cannot_be_imported_leaves_its_sites(monkeypatch: pytest.M
     """https://github.com/triton-lang/triton/issues/4938: a helper that moved between releases failed at first use."""
     monkeypatch.setattr(patch_module, "_verdicts", {})
     monkeypatch.setitem(sys.modules, "slothplug.kernels.triton.rms_norm", None)
-    rms_norm_module._primitives.cache_clear()
+    _triton_primitives.cache_clear()
     model, stock, report = pair("rms_norm", "glu", verify=True)
     reasons = {site.reason for site in report.left}
     assert {site.op for site in report.left} == {"rms_norm"}

@@ -173,23 +173,25 @@ def glu_backward_kernel(
         tl.store(h + row * h_row + column * h_column, activated * y, mask=mask)
 
 
-def glu_forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
-    """Writes act(gate) * up into ``out``; see ``slothplug.kernels.glu.glu_forward``."""
-    _launch(glu_forward_kernel, (gate, up), (out,), activation)
+class TritonPrimitives:
+    """See ``slothplug.kernels.glu.Primitives``."""
 
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
+        _launch(glu_forward_kernel, (gate, up), (out,), activation)
 
-def glu_backward(
-    grad_output: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: Activation,
-    *,
-    d_gate: Tensor | None = None,
-    d_up: Tensor | None = None,
-    h: Tensor | None = None,
-) -> None:
-    """Writes those of ``d_gate``, ``d_up`` and ``h`` that are given; see ``slothplug.kernels.glu.glu_backward``."""
-    _launch(glu_backward_kernel, (grad_output, gate, up), (d_gate, d_up, h), activation)
+    @staticmethod
+    def backward(
+        grad_output: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: Activation,
+        *,
+        d_gate: Tensor | None = None,
+        d_up: Tensor | None = None,
+        h: Tensor | None = None,
+    ) -> None:
+        _launch(glu_backward_kernel, (grad_output, gate, up), (d_gate, d_up, h), activation)
 
 
 def _launch(
@@ -224,8 +226,8 @@ def offline_cases() -> list[OfflineCase]:
 
     def both_directions(activation: Activation, gate: Tensor, up: Tensor) -> None:
         out = torch.empty(gate.shape, dtype=gate.dtype, device="meta")
-        glu_forward(gate, up, activation, out)
-        glu_backward(out, gate, up, activation, d_gate=gate, d_up=up)
+        TritonPrimitives.forward(gate, up, activation, out)
+        TritonPrimitives.backward(out, gate, up, activation, d_gate=gate, d_up=up)
 
     with noted_launches() as cases:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -239,5 +241,5 @@ def offline_cases() -> list[OfflineCase]:
         both_directions("silu", x, x)
         gate, up = packed(8192, 14336, torch.bfloat16, "gate_up")
         for destinations in ({"d_gate": gate}, {"d_up": up}, {"d_gate": gate, "d_up": up, "h": gate}):
-            glu_backward(gate, gate, up, "silu", **destinations)
+            TritonPrimitives.backward(gate, gate, up, "silu", **destinations)
     return cases

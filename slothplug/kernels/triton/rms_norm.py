@@ -63,7 +63,7 @@ def _tile(hidden: int) -> Tile | None:
 
 
 class TritonPrimitives:
-    """The forward and backward that ``rms_norm`` calls. ``rstd`` is shaped like x without its last dimension."""
+    """See ``slothplug.kernels.rms_norm.Primitives``. ``rstd`` is shaped like x without its last dimension."""
 
     @staticmethod
     def forward(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,40 +32,43 @@ class Tile:
 _TILES = (Tile(elements=512, num_warps=1), Tile(elements=2048, num_warps=4), Tile(elements=4096, num_warps=8))
 
 
-def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
-    """Writes the rotated first tensor of each pair into the second; one pair or two, in one launch."""
-    if sin.stride() != cos.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
-    (x, y), (x2, y2) = pairs[0], pairs[1] if len(pairs) == 2 else (None, None)
-    batch, heads, tokens, head_dim = x.shape
-    heads_2 = x2.shape[1] if x2 is not None else 1
-    strides_2 = (*x2.stride(), *y2.stride()) if x2 is not None and y2 is not None else (0,) * 8
-    width = triton.next_power_of_2(rotation.width)
-    block = min(triton.next_power_of_2(heads), max(1, _TILES[-1].elements // width))
-    block_2 = min(triton.next_power_of_2(heads_2), block)
-    tile = next((tile for tile in _TILES if block * width <= tile.elements), _TILES[-1])
-    table_strides = (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1), cos.stride(2))
-    launch(
-        _rotate,
-        (batch * tokens,),
-        x.device,
-        *(x, y, x2, y2, cos, sin, tokens, *x.stride(), *y.stride(), *strides_2, *table_strides),
-        HEADS=heads,
-        HEADS_2=heads_2,
-        HEAD_DIM=head_dim,
-        START=rotation.start,
-        WIDTH=rotation.width,
-        READS_INTERLEAVED=rotation.reads_interleaved,
-        WRITES_INTERLEAVED=rotation.writes_interleaved,
-        TABLE_STRIDE=2 if rotation.table == "neighbours" else 1,
-        TABLE_SECOND={"halves": rotation.width // 2, "neighbours": 1, "shared": 0}[rotation.table],
-        TRANSPOSED=rotation.transposed,
-        BLOCK=block,
-        BLOCK_2=block_2,
-        PAIRS=width // 2,
-        REST=triton.next_power_of_2(head_dim - rotation.width) if rotation.width < head_dim else 0,
-        num_warps=tile.num_warps,
-    )
+class TritonPrimitives:
+    """See ``slothplug.kernels.rotary.Primitives``."""
+
+    @staticmethod
+    def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
+        if sin.stride() != cos.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        (x, y), (x2, y2) = pairs[0], pairs[1] if len(pairs) == 2 else (None, None)
+        batch, heads, tokens, head_dim = x.shape
+        heads_2 = x2.shape[1] if x2 is not None else 1
+        strides_2 = (*x2.stride(), *y2.stride()) if x2 is not None and y2 is not None else (0,) * 8
+        width = triton.next_power_of_2(rotation.width)
+        block = min(triton.next_power_of_2(heads), max(1, _TILES[-1].elements // width))
+        block_2 = min(triton.next_power_of_2(heads_2), block)
+        tile = next((tile for tile in _TILES if block * width <= tile.elements), _TILES[-1])
+        table_strides = (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1), cos.stride(2))
+        launch(
+            _rotate,
+            (batch * tokens,),
+            x.device,
+            *(x, y, x2, y2, cos, sin, tokens, *x.stride(), *y.stride(), *strides_2, *table_strides),
+            HEADS=heads,
+            HEADS_2=heads_2,
+            HEAD_DIM=head_dim,
+            START=rotation.start,
+            WIDTH=rotation.width,
+            READS_INTERLEAVED=rotation.reads_interleaved,
+            WRITES_INTERLEAVED=rotation.writes_interleaved,
+            TABLE_STRIDE=2 if rotation.table == "neighbours" else 1,
+            TABLE_SECOND={"halves": rotation.width // 2, "neighbours": 1, "shared": 0}[rotation.table],
+            TRANSPOSED=rotation.transposed,
+            BLOCK=block,
+            BLOCK_2=block_2,
+            PAIRS=width // 2,
+            REST=triton.next_power_of_2(head_dim - rotation.width) if rotation.width < head_dim else 0,
+            num_warps=tile.num_warps,
+        )
 
 
 @triton.jit
@@ -288,4 +291,4 @@ def _note(heads: int, heads_2: int | None, head_dim: int, dtype: torch.dtype, ro
         return x, torch.empty_like(x)
 
     table = torch.empty(1, 2048, rotation.width // 2 if rotation.table == "shared" else rotation.width, device="meta")
-    rotate([pair(heads), *([] if heads_2 is None else [pair(heads_2)])], table, table, rotation)
+    TritonPrimitives.rotate([pair(heads), *([] if heads_2 is None else [pair(heads_2)])], table, table, rotation)
