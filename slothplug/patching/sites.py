@@ -1,4 +1,9 @@
-"""The nouns of a patch: operations, kernels, sites, and what a served module carries."""
+"""The nouns of a patch: operations, kernels, sites, and what a served module carries; and why one is not served.
+
+Reasons are said in one way. A question named ``why_...`` or ``_why_not`` is answered by the reason, in words for the
+report, or by None where there is none. What is looked for in a module is answered by what was found, or by a
+``Refusal``.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+
+from slothplug.kernels.backend import choose_backend, why_not_triton
+from slothplug.settings import Settings
 
 STATE = "_slothplug"
 """Key in a served module's ``__dict__`` under which its ``Served`` lies."""
@@ -17,7 +26,12 @@ STATE = "_slothplug"
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of computation that can be fused. ``name`` is its word in ``ops``, ``skip_ops`` and the report."""
+    """A kind of computation that can be fused.
+
+    Attributes:
+        name: its word in ``ops``, ``skip_ops`` and the report.
+        summary: what is fused, in a line; ``slothplug doctor`` prints it.
+    """
 
     name: str
     summary: str
@@ -30,6 +44,19 @@ class Kernel:
     name: str
     backend: str
     function: Callable[..., Any]
+
+    @classmethod
+    def on_backend(
+        cls, name: str, function: Callable[..., Any], device: torch.device, settings: Settings
+    ) -> Kernel | None:
+        """``function``, one of ``slothplug.kernels``, with the ``backend`` that the settings mean on ``device``.
+
+        None where they name one that cannot serve the device.
+        """
+        backend = choose_backend(device) if settings.backend == "auto" else settings.backend
+        if backend == "triton" and why_not_triton(device):
+            return None
+        return cls(name, backend, partial(function, backend=backend))
 
 
 @dataclass
@@ -62,7 +89,7 @@ class Served:
     Attributes:
         op: the operation's name.
         name: the module's qualified name in the model that was patched.
-        params: what the site's finder learnt about this module (variant, eps, roles of children); owned by the op.
+        params: what the site's finder learnt about this module (style, eps, roles of children); owned by the op.
         kernel: the kernel's differentiable function.
         device_type: the device type that the kernel serves; other inputs go the original way.
         original: the stock class's ``forward``, unbound.
@@ -152,6 +179,22 @@ class Left:
     excused: bool = False
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a module, or a call of one, is not of the kind that can be served.
+
+    ``reason`` is empty where it is nothing of the operation's kind at all, which is not reported. ``excused`` is as in
+    ``Left``.
+    """
+
+    reason: str = ""
+    excused: bool = False
+
+
+OTHER_ARGUMENTS = "called with other arguments than its input"
+"""The reason why a call is not served that passes more than the activations, or passes them by name."""
+
+
 def device_of(module: nn.Module) -> torch.device:
     """The device of a module's first parameter or buffer; ``cpu`` where it has none."""
     for tensor in (*module.parameters(), *module.buffers()):
@@ -167,9 +210,32 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return torch.float32
 
 
-def plain(tensor: object) -> bool:
+def plain(tensor: object) -> TypeGuard[torch.Tensor]:
     """Whether ``tensor`` is an ordinary dense tensor: no DTensor, quantised or lazy subclass."""
     return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody is called with this module, or in place of its forward."""
+    own = module.__dict__
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+    )
+
+
+def why_not_input(x: object, device_type: str) -> str | None:
+    """Why no kernel for ``device_type`` may be called with the activations ``x``, whatever the operation."""
+    if not plain(x):
+        return f"input of type {type(x).__name__}"
+    if not x.is_floating_point():
+        return f"input of {x.dtype}"
+    if x.device.type != device_type:
+        return f"input on {x.device.type}, patched for {device_type}"
+    return None
 
 
 def why_not_touchable(module: nn.Module) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import slothplug
 from slothplug.kernels.glu import glu
-from slothplug.patching.ops.glu import GatedMLP
+from slothplug.patching.ops.glu.gated_mlp import GatedMLP
 from slothplug.patching.sites import STATE, Kernel
 from tests.patching.architectures import ARCHITECTURES, IDS, assert_same_step, step, tiny
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import slothplug
 from slothplug.patching.closures import chain, global_names, rebuild
-from slothplug.patching.ops.rotary import identify
+from slothplug.patching.ops.rotary.recognition import identify
 from slothplug.patching.private_class import is_patched, stock_class
-from slothplug.patching.sites import STATE
+from slothplug.patching.sites import STATE, Refusal
 from tests.patching.architectures import ARCHITECTURES, IDS, LABELS, assert_same_step, step, tiny
 
 
@@ -194,9 +194,9 @@ def sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):  # type: ignore[no
 )
 def test_functions_are_recognised_by_their_numbers(function: FunctionType, expected: tuple[Any, ...]) -> None:
     rotation = identify(function)
-    assert not isinstance(rotation, str), rotation
-    v = rotation.variant
-    assert (v.pairing, v.output, v.table, v.rotate_last, v.promote) == expected
+    assert not isinstance(rotation, Refusal), rotation
+    s = rotation.style
+    assert (s.pairing, s.output, s.table, s.rotate_last, s.promote) == expected
     assert rotation.partial == (function in (partial_heads, last_elements))
 
 
@@ -207,7 +207,7 @@ def apply_rotary_complex(q, k, freqs_cis):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("function", [wrong_sign, scaled, three_tensors, sections, apply_rotary_complex])
 def test_functions_that_compute_something_else_are_not_recognised(function: FunctionType) -> None:
-    assert isinstance(identify(function), str)
+    assert isinstance(identify(function), Refusal)
 
 
 # ---- classes that nobody listed

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import slothplug
-from slothplug.patching.ops import rotary
+from slothplug.patching.ops.rotary.recognition import identify
 from slothplug.patching.proof import preserved_rng
 from slothplug.patching.sites import STATE, Calls
 from slothplug.patching.twin import Settled, fingerprint, twin
@@ -171,7 +171,7 @@ def test_every_gpu_is_seeded_only_where_every_gpu_is_restored(
     if what == "identify":
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-        rotary.identify.__wrapped__(apply_rotary_pos_emb)
+        identify.__wrapped__(apply_rotary_pos_emb)
     else:
         monkeypatch.setattr("slothplug.patching.patch._verdicts", {})
         slothplug.patch(model, {"backend": "torch"})

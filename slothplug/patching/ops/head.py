@@ -18,15 +18,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from slothplug.hookspecs import hookimpl
-from slothplug.kernels.backend import choose_backend, why_not_triton
-from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
+from slothplug.kernels.linear_cross_entropy import EpilogueStep, linear_cross_entropy
 from slothplug.patching.call import current_call
-from slothplug.patching.deferred import EpilogueStep, Product
+from slothplug.patching.deferred import Product
 from slothplug.patching.lazy_logits import put_off
 from slothplug.patching.private_class import is_patched, stock_class
 from slothplug.patching.proof import difference
 from slothplug.patching.recording import why_recorded
-from slothplug.patching.sites import Calls, Kernel, Left, Operation, Served, Site, device_of, dtype_of, plain
+from slothplug.patching.sites import (
+    OTHER_ARGUMENTS,
+    Calls,
+    Kernel,
+    Left,
+    Operation,
+    Refusal,
+    Served,
+    Site,
+    device_of,
+    dtype_of,
+    plain,
+    why_not_input,
+)
 from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
 
@@ -51,29 +63,22 @@ class Head:
 
 @hookimpl
 def slothplug_operations() -> list[Operation]:
-    return [Operation(NAME, "output head and cross-entropy in chunks, without holding the logits")]
+    return [Operation(NAME, "Output head and cross-entropy in chunks, without holding the logits")]
 
 
 @hookimpl
 def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, settings: Settings) -> Kernel | None:
     if operation != NAME:
         return None
-    backend = choose_backend(device) if settings.backend == "auto" else settings.backend
-    if backend == "triton" and why_not_triton(device):
-        return None
-    return Kernel("linear_cross_entropy", backend, partial(linear_cross_entropy, backend=backend))
+    return Kernel.on_backend("linear_cross_entropy", linear_cross_entropy, device, settings)
 
 
 @hookimpl
 def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site | Left]:
     names = {module: name for name, module in model.named_modules()}
     for head in _heads(model):
-        if reason := _why_left(head):
-            yield Left(NAME, names[head], head, reason)
-        elif settings.keep_logits:
-            yield Left(NAME, names[head], head, "keep_logits is set", excused=True)
-        elif _trl_computes_the_loss(model):
-            yield Left(NAME, names[head], head, "TRL's own fused head computes the loss of this model", excused=True)
+        if refusal := _refusal_of(head, model, settings):
+            yield Left(NAME, names[head], head, refusal.reason, refusal.excused)
         elif (kernel := kernel_for(NAME, device_of(head), dtype_of(head), settings)) is None:
             yield Left(NAME, names[head], head, f"no kernel for {device_of(head).type} and {dtype_of(head)}")
         else:
@@ -88,7 +93,7 @@ def fast_head(module: nn.Module, served: Served, hidden: torch.Tensor, *args: An
     if call is None or call.labels is None:
         return served.fall_back(module, "called without labels", hidden, *args, **kwargs)
     if args or kwargs:
-        return served.fall_back(module, "called with more than the hidden states", hidden, *args, **kwargs)
+        return served.fall_back(module, OTHER_ARGUMENTS, hidden, *args, **kwargs)
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     reason = _why_not(module, hidden, weight, bias, served.device_type)
     if reason is not None or weight is None:
@@ -108,10 +113,8 @@ def _why_not(
         return "its weights are freed when its call ends"
     if module._backward_hooks or module._backward_pre_hooks:
         return "it has backward hooks"
-    if not plain(hidden) or not hidden.is_floating_point():
-        return f"input of type {type(hidden).__name__}"
-    if hidden.device.type != device_type:
-        return f"input on {hidden.device.type}, patched for {device_type}"
+    if reason := why_not_input(hidden, device_type):
+        return reason
     if not _usable(weight, hidden) or not (bias is None or _usable(bias, hidden)):
         return "weight is sharded, elsewhere or of another dtype"
     return None
@@ -153,13 +156,18 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     return [head]
 
 
-def _why_left(head: nn.Module) -> str | None:
-    if stock_class(head) is nn.Linear:
-        return None
+def _refusal_of(head: nn.Module, model: nn.Module, settings: Settings) -> Refusal | None:
+    """Why the head cannot be served, or should not be."""
     base = stock_class(head)
     if base.__module__.startswith("peft."):
-        return f"an adapter is on the head ({base.__name__}): its own weight is not all that it multiplies by"
-    return f"the head is {base.__module__}.{base.__qualname__}, not a plain linear layer"
+        return Refusal(f"an adapter is on the head ({base.__name__}): its own weight is not all that it multiplies by")
+    if base is not nn.Linear:
+        return Refusal(f"the head is {base.__module__}.{base.__qualname__}, not a plain linear layer")
+    if settings.keep_logits:
+        return Refusal("keep_logits is set", excused=True)
+    if _trl_computes_the_loss(model):
+        return Refusal("TRL's own fused head computes the loss of this model", excused=True)
+    return None
 
 
 def _trl_computes_the_loss(model: nn.Module) -> bool:

@@ -6,26 +6,28 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from slothplug.hookspecs import hookimpl
-from slothplug.kernels.backend import choose_backend, why_not_triton
-from slothplug.kernels.rms_norm import DTYPES, rms_norm
+from slothplug.kernels.rms_norm import DTYPES, Casting, rms_norm
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.proof import PROBE_RMS, difference, preserved_rng, probe_rows
 from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import (
+    OTHER_ARGUMENTS,
     Kernel,
     Left,
     Operation,
+    Refusal,
     Served,
     Site,
     device_of,
     dtype_of,
     plain,
+    why_not_input,
     why_not_touchable,
 )
 from slothplug.patching.twin import Settled, fingerprint, twin
@@ -36,10 +38,10 @@ NAME = "rms_norm"
 
 
 @dataclass(frozen=True)
-class Variant:
+class NormStyle:
     """How a norm rounds and what it adds to its weight; the arguments of ``kernels.rms_norm``."""
 
-    casting: Literal["before_weight", "after_weight"]
+    casting: Casting
     offset: float = 0.0
 
 
@@ -51,22 +53,22 @@ Dtypes = tuple[torch.dtype, torch.dtype | None, bool]
 class Norm:
     """What one norm module needs beside its weight."""
 
-    variant: Variant
+    style: NormStyle
     eps: str | float
     """Name of the attribute that holds it, or its value where the class keeps it elsewhere."""
     weight: str | None
     """Name of the weight parameter."""
     proved: frozenset[Dtypes] = frozenset()
-    """The dtypes in which the variant is the norm."""
+    """The dtypes in which the style is the norm's."""
     settled: Settled | None = None
     """The norm's attributes apart from eps."""
 
 
-VARIANTS = (
-    Variant("before_weight"),  # Llama, T5: cast back, then times w
-    Variant("after_weight"),  # times w in float32, then cast back
-    Variant("after_weight", offset=1.0),  # Gemma
-    Variant("before_weight", offset=1.0),
+STYLES = (
+    NormStyle("before_weight"),  # Llama, T5: cast back, then times w
+    NormStyle("after_weight"),  # times w in float32, then cast back
+    NormStyle("after_weight", offset=1.0),  # Gemma
+    NormStyle("before_weight", offset=1.0),
 )
 
 # Where a class keeps no eps on the instance: the values written into forwards of transformers 4.56 to 5.24.
@@ -98,15 +100,12 @@ def slothplug_operations() -> list[Operation]:
 def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, settings: Settings) -> Kernel | None:
     if operation != NAME or dtype not in DTYPES:
         return None
-    backend = choose_backend(device) if settings.backend == "auto" else settings.backend
-    if backend == "triton" and why_not_triton(device):
-        return None
-    return Kernel(NAME, backend, partial(rms_norm, backend=backend))
+    return Kernel.on_backend(NAME, rms_norm, device, settings)
 
 
 @hookimpl
 def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site | Left]:
-    identified: dict[Any, Norm | None] = {}
+    identified: dict[Hashable, Norm | Refusal] = {}
     for name, module in model.named_modules():
         if _is_gated(module):
             yield Left(NAME, name, module, "a gated norm", excused=True)
@@ -124,9 +123,9 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
         if key not in identified:
             identified[key] = identify(module)
         norm = identified[key]
-        if norm is None:
+        if isinstance(norm, Refusal):
             if named:
-                yield Left(NAME, name, module, "computes something else than the known RMS normalisations")
+                yield Left(NAME, name, module, norm.reason)
             continue
         device, dtype = device_of(module), dtype_of(module)
         kernel = kernel_for(NAME, device, dtype, settings)
@@ -142,31 +141,23 @@ def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
     """Takes the place of the norm's forward."""
     norm: Norm = served.params
     if args or kwargs:
-        return served.fall_back(module, "called with more than the hidden states", x, *args, **kwargs)
+        return served.fall_back(module, OTHER_ARGUMENTS, x, *args, **kwargs)
     weight = _weight(module, norm.weight) if norm.weight else None
     eps = module.__dict__.get(norm.eps) if isinstance(norm.eps, str) else norm.eps
-    if reason := _why_not(x, weight, served.device_type) or _why_not_proved(module, norm, x, weight, eps):
+    if reason := _why_not(module, norm, x, weight, eps, served.device_type):
         return served.fall_back(module, reason, x)
-    return served.calls.serve(served.kernel(x, weight, eps, offset=norm.variant.offset, casting=norm.variant.casting))
+    return served.calls.serve(served.kernel(x, weight, eps, offset=norm.style.offset, casting=norm.style.casting))
 
 
-def _why_not(x: torch.Tensor, weight: torch.Tensor | None, device_type: str) -> str | None:
-    if reason := why_recorded():
+def _why_not(
+    module: nn.Module, norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, eps: object, device_type: str
+) -> str | None:
+    if reason := why_recorded() or why_not_input(x, device_type):
         return reason
-    if not plain(x):
-        return f"input of type {type(x).__name__}"
     if x.dtype not in DTYPES or (weight is not None and weight.dtype not in DTYPES):
         return f"input of {x.dtype}" + (f", weight of {weight.dtype}" if weight is not None else "")
-    if x.device.type != device_type:
-        return f"input on {x.device.type}, patched for {device_type}"
     if weight is not None and (not plain(weight) or weight.numel() != x.shape[-1] or weight.device != x.device):
         return "weight is sharded or elsewhere"
-    return None
-
-
-def _why_not_proved(
-    module: nn.Module, norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, eps: object
-) -> str | None:
     weight_dtype = None if weight is None else weight.dtype
     if (x.dtype, weight_dtype, torch.is_autocast_enabled(x.device.type)) not in norm.proved:
         return f"input of {x.dtype}, weight of {weight_dtype}: stock rounds otherwise"
@@ -183,11 +174,11 @@ def _weight(module: nn.Module, name: str) -> torch.Tensor:
     return weight if weight is not None else getattr(module, name)
 
 
-def identify(module: nn.Module) -> Norm | None:
-    """The variant and eps with which the formula reproduces the module: to 1e-6 in float32, to the bit in bfloat16."""
+def identify(module: nn.Module) -> Norm | Refusal:
+    """The style and eps with which the formula reproduces the module: to 1e-6 in float32, to the bit in bfloat16."""
     weight = next(iter(module._parameters), None)
     epsilons: list[str | float] = [*_epsilons(module), *CONSTANT_EPS]
-    candidates = [Norm(variant, eps, weight) for eps in epsilons for variant in (VARIANTS if weight else VARIANTS[:1])]
+    candidates = [Norm(style, eps, weight) for eps in epsilons for style in (STYLES if weight else STYLES[:1])]
     with preserved_rng(), torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
             candidates = _reproducing(candidates, module, (dtype, dtype if weight else None, False))
@@ -196,7 +187,7 @@ def identify(module: nn.Module) -> Norm | None:
             return replace(
                 norm, proved=proved, settled=Settled(module, norm.eps if isinstance(norm.eps, str) else None)
             )
-    return None
+    return Refusal("computes something else than the known RMS normalisations")
 
 
 def _all_dtypes(weight: str | None) -> list[Dtypes]:
@@ -233,7 +224,7 @@ def _reproduces(norm: Norm, double: nn.Module, x: torch.Tensor, expected: object
     if not isinstance(expected, torch.Tensor):
         return False
     with torch.autocast(x.device.type, enabled=False):
-        got = formula(x, double._parameters[norm.weight] if norm.weight else None, norm.variant, _eps(norm, double))
+        got = formula(x, double._parameters[norm.weight] if norm.weight else None, norm.style, _eps(norm, double))
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     if got.dtype is torch.float32:
@@ -241,15 +232,15 @@ def _reproduces(norm: Norm, double: nn.Module, x: torch.Tensor, expected: object
     return torch.equal(got, expected)
 
 
-def formula(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, eps: float) -> torch.Tensor:
-    """The variant in plain PyTorch, with the roundings of the stock modules."""
+def formula(x: torch.Tensor, weight: torch.Tensor | None, style: NormStyle, eps: float) -> torch.Tensor:
+    """The style in plain PyTorch, with the roundings of the stock modules."""
     x32 = x.float()
     n = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     if weight is None:
         return n.to(x.dtype)
-    if variant.casting == "after_weight":
-        return (n * (weight.float() + variant.offset)).to(x.dtype)
-    return n.to(x.dtype) * (weight + variant.offset if variant.offset else weight)
+    if style.casting == "after_weight":
+        return (n * (weight.float() + style.offset)).to(x.dtype)
+    return n.to(x.dtype) * (weight + style.offset if style.offset else weight)
 
 
 def prove(module: nn.Module, norm: Norm, kernel: Kernel) -> str | None:
@@ -264,8 +255,8 @@ def prove(module: nn.Module, norm: Norm, kernel: Kernel) -> str | None:
             kernel.function,
             weight=weight,
             eps=_eps(norm, double),
-            offset=norm.variant.offset,
-            casting=norm.variant.casting,
+            offset=norm.style.offset,
+            casting=norm.style.casting,
         )
         x = probe_rows(_probe_widths(module)[-1], dtype, device_of(module))
         weights = [weight] if weight is not None else []

@@ -1,0 +1,40 @@
+"""The probe of a gated MLP: the kernel between the layers of a twin, against the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slothplug.patching.ops.glu.gated_mlp import GatedMLP, gate_and_up
+from slothplug.patching.ops.glu.recognition import Identified
+from slothplug.patching.ops.glu.structure import recording_twin
+from slothplug.patching.proof import difference, probe_rows
+from slothplug.patching.sites import Kernel, device_of, dtype_of
+
+# Gates and values of a float16 probe stay where their products are finite.
+HALF_RANGE = 8.0
+
+
+def prove(module: nn.Module, found: Identified, kernel: Kernel) -> str | None:
+    """Compares output, input gradient and weight gradients with a twin's, in float32 and in the module's dtype."""
+    for dtype in dict.fromkeys((torch.float32, dtype_of(module))):
+        double, _ = recording_twin(module, found.shape, training=True, dtype=dtype)
+        x = probe_rows(found.shape.hidden, dtype, device_of(module))
+        if dtype is torch.float16:
+            x = x.detach().clamp(-HALF_RANGE, HALF_RANGE).requires_grad_()
+        fast = partial(_with_kernel, double._modules, found.mlp, kernel.function)
+        if reason := difference(fast, double, [x], list(double.parameters())):
+            return f"in {dtype}: {reason}"
+    return None
+
+
+def _with_kernel(
+    modules: Mapping[str, Any], mlp: GatedMLP, kernel: Callable[..., torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    gate, up = gate_and_up(modules, mlp, x)
+    output: torch.Tensor = modules[mlp.down](kernel(gate, up, **mlp.arguments()))
+    return output

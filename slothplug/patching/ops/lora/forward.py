@@ -1,0 +1,114 @@
+"""The fast forward of a LoRA layer, alone or with the siblings that read the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slothplug.kernels.lora import DTYPES, Operand
+from slothplug.patching.call import current_call
+from slothplug.patching.casts import Casts
+from slothplug.patching.ops.lora.layer import Adapted, adapted
+from slothplug.patching.recording import why_recorded
+from slothplug.patching.siblings import Kept, Member, collect, keep, shareable, state_now
+from slothplug.patching.sites import OTHER_ARGUMENTS, STATE, Refusal, Served, why_not_input
+
+
+def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Takes the place of the LoRA layer's forward."""
+    if args or kwargs:
+        return served.fall_back(module, OTHER_ARGUMENTS, x, *args, **kwargs)
+    if reason := why_recorded() or why_not_input(x, served.device_type):
+        return served.fall_back(module, reason, x)
+    found = adapted(module)
+    if isinstance(found, Refusal):
+        return served.fall_back(module, found.reason, x)
+    operand, dropout, _ = found
+    member: Member | None = served.params
+    state: tuple[Any, ...] = ()
+    alone = True
+    # nn.DataParallel's replicas are no members of the group that their original is in.
+    if member is not None and dropout is None and member.module() is module and shareable(x):
+        state = state_now(served.owner, x.device)
+        kept = collect(member, x, _inputs(operand, state), state)
+        if isinstance(kept, Kept):
+            served.calls.collected += 1
+            return served.calls.serve(kept.output)
+        alone = kept
+    if reason := _why_not(x, operand, served.device_type):
+        return served.fall_back(module, reason, x)
+    if dropout is not None:
+        # The mask is drawn as PEFT draws it: by the layer's own module, from an input in the adapter's dtype, in turn.
+        dropped = dropout(x if x.dtype is operand.a.dtype else x.to(operand.a.dtype))
+        lowered = _lowered(served, (found,))
+        return served.calls.serve(served.kernel(x, (operand,), adapter_input=dropped, lowered=lowered)[0])
+    if alone or member is None:
+        return served.calls.serve(served.kernel(x, (operand,), lowered=_lowered(served, (found,)))[0])
+    return served.calls.serve(_for_siblings(member, served, x, found, state))
+
+
+def _lowered(served: Served, parts: Sequence[Adapted]) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """A and B of each part in autocast's dtype; None where they are multiplied in their own, or outside of a patch."""
+    if served.owner is None or not torch.is_autocast_enabled(served.device_type):
+        return None
+    dtype = torch.get_autocast_dtype(served.device_type)
+    if parts[0].operand.a.dtype is dtype:
+        return None
+    casts: Casts = served.owner.casts  # type: ignore[attr-defined]
+    call = current_call(served.owner)
+    return [(casts.weight(a, dtype, call), casts.weight(b, dtype, call)) for a, b in (p.factors for p in parts)]
+
+
+def _for_siblings(
+    member: Member, served: Served, x: torch.Tensor, own: Adapted, state: tuple[Any, ...]
+) -> torch.Tensor:
+    """The member's output, computed with those of its siblings that are in the plain case."""
+    parts, partners = [own], []
+    for index, sibling in member.others():
+        sibling_state = sibling.__dict__.get(STATE)
+        if sibling_state is None:
+            continue
+        found = adapted(sibling)
+        if isinstance(found, Refusal) or found.dropout is not None or found.operand.a.dtype is not own.operand.a.dtype:
+            continue
+        if _why_not(x, found.operand, served.device_type) is None:
+            parts.append(found)
+            partners.append((index, sibling_state.calls))
+    operands = [part.operand for part in parts]
+    output, *others = served.kernel(x, operands, lowered=_lowered(served, parts))
+    kept = {
+        index: Kept(y, _inputs(o, state), calls)
+        for (index, calls), y, o in zip(partners, others, operands[1:], strict=True)
+    }
+    keep(member, x, state, kept)
+    return output
+
+
+def _inputs(operand: Operand, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells whether a kept output is still that of ``operand``.
+
+    Outside a call of the model and outside backward nothing bounds the time between two siblings' calls, so there the
+    versions of the weights are compared as well.
+    """
+    if state[0] != -1:
+        return operand
+    return (*operand, *(None if t.is_inference() else t._version for t in (operand.weight, operand.a, operand.b)))
+
+
+def _why_not(x: torch.Tensor, operand: Operand, device_type: str) -> str | None:
+    """Why these tensors go the original way."""
+    weight, a = operand.weight, operand.a
+    if weight.device != x.device or a.device != x.device:
+        return f"input on {x.device}, weights on {weight.device} and {a.device}"
+    if not weight.shape[-1] == a.shape[-1] == x.shape[-1]:
+        return "its weights are partitioned, or do not fit the input"
+    if x.dtype not in DTYPES or weight.dtype not in DTYPES or a.dtype not in DTYPES or operand.b.dtype is not a.dtype:
+        return f"input of {x.dtype}, base layer of {weight.dtype}, adapter of {a.dtype}"
+    if not torch.is_autocast_enabled(device_type):
+        return None if x.dtype is weight.dtype else f"input of {x.dtype} outside autocast, base layer of {weight.dtype}"
+    if a.dtype is not torch.float32 and a.dtype is not torch.get_autocast_dtype(device_type) and a.dtype is not x.dtype:
+        return f"adapter of {a.dtype} under autocast in another dtype"
+    return None

@@ -1,0 +1,112 @@
+"""The probe of a LoRA layer: fast and stock forward of small twins, alone and as siblings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slothplug.kernels.lora import Precision
+from slothplug.patching.casts import Casts
+from slothplug.patching.ops.lora.forward import fast_lora
+from slothplug.patching.ops.lora.layer import probed_adapter
+from slothplug.patching.proof import difference, probe_rows, seed_generators
+from slothplug.patching.siblings import Group, Member
+from slothplug.patching.sites import STATE, Calls, Kernel, Served, device_of, dtype_of
+from slothplug.patching.twin import twin
+
+# A twin's sizes, all different.
+SMALL_IN, SMALL_OUT, SMALL_RANK = 16, 24, 4
+SIBLINGS = 3
+
+
+def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
+    """Compares fast and stock forward on small twins: in float32, in the module's dtypes, under autocast.
+
+    A layer alone has the module's own dropout. Siblings have none, since layers with a mask each share no node; they
+    are compared with factors that the kernel casts and with factors that a patched model has cast together.
+    """
+    device = device_of(module)
+    lower = torch.get_autocast_dtype(device.type)
+    name = probed_adapter(module)
+    assert name is not None  # such a module is no site
+    dtypes = dtype_of(module.base_layer), module.lora_A[name].weight.dtype
+    for base, adapter, autocast in (
+        (torch.float32, torch.float32, False),
+        (*dtypes, False),
+        (*dtypes, True),
+    ):
+        computed_in = lower if autocast else base if precision == "compute" else None
+        alone, *siblings = (small_twin(module, name, base, adapter, number) for number in range(1 + SIBLINGS))
+        for doubles, owner in (([alone], None), (siblings, None), (siblings, _ProbeOwner())):
+            x = probe_rows(SMALL_IN, base, device)
+            with torch.autocast(device.type, lower, enabled=autocast):
+                reason = _differ(doubles, owner, kernel, x, computed_in)
+            if reason:
+                which = "siblings, " if doubles is siblings else ""
+                return f"{which}base {base}, adapter {adapter}, autocast {'on' if autocast else 'off'}: {reason}"
+    return None
+
+
+class _ProbeOwner:
+    """What siblings of a patched model find at their owner."""
+
+    def __init__(self) -> None:
+        self.casts = Casts()
+
+
+def _differ(
+    doubles: Sequence[nn.Module], owner: object, kernel: Kernel, x: torch.Tensor, computed_in: torch.dtype | None
+) -> str | None:
+    """Why ``doubles``, of which several are siblings, do not compute on ``x`` what they do in stock."""
+    calls = Calls()
+    group = Group(doubles)
+    for index, double in enumerate(doubles):
+        member = Member(group, index) if len(doubles) > 1 else None
+        double.__dict__[STATE] = Served(
+            "lora", "", member, kernel.function, x.device.type, type(double).forward, owner, calls
+        )
+
+    def fast(x: torch.Tensor) -> list[torch.Tensor]:
+        seed_generators(1)
+        return [fast_lora(double, double.__dict__[STATE], x) for double in doubles]
+
+    def stock(x: torch.Tensor) -> list[torch.Tensor]:
+        seed_generators(1)
+        return [double(x) for double in doubles]
+
+    weights = [parameter for double in doubles for parameter in double.parameters()]
+    if reason := difference(fast, stock, [x], weights, computed_in):
+        return reason
+    if calls.collected != len(doubles) - 1:
+        return "not served: siblings did not share a node"
+    return next((f"not served: {why}" for why in calls.fallbacks), None)
+
+
+def small_twin(module: Any, name: str, base: torch.dtype, adapter: torch.dtype, number: int = 0) -> nn.Module:
+    """A LoRA layer of the module's class and configuration with small random parts; B is not zero.
+
+    Every ``number`` has other sizes; from 1 on they are siblings' twins: without dropout, the first with a bias.
+    """
+    device = device_of(module)
+    dropout = nn.Identity() if number else type(module.lora_dropout[name])(getattr(module.lora_dropout[name], "p", 0.0))
+    size_out, rank = SMALL_OUT + 4 * number, SMALL_RANK + number
+
+    def linear(size_in: int, size_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+        return nn.Linear(size_in, size_out, bias=bias, device=device, dtype=dtype)
+
+    second = linear(rank, size_out, module.lora_B[name].bias is not None, adapter)
+    double = twin(
+        module,
+        base,
+        {
+            "base_layer": linear(SMALL_IN, size_out, number == 1 or module.base_layer.bias is not None, base),
+            "lora_A": nn.ModuleDict({name: linear(SMALL_IN, rank, False, adapter)}),
+            "lora_B": nn.ModuleDict({name: second}),
+            "lora_dropout": nn.ModuleDict({name: dropout}),
+        },
+    )
+    double.__dict__.update(_disable_adapters=False, merged_adapters=[], _active_adapter=name, training=True)
+    return double
