@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from slothplug.errors import StaleLogitsError
+from slothplug.kernels.linear_cross_entropy import EpilogueStep
 from slothplug.patching.sites import Calls
 
 aten = torch.ops.aten
-
-EpilogueStep = tuple[Literal["mul", "div", "tanh", "cast"], Any]
 
 
 class Step(NamedTuple):
@@ -120,14 +119,20 @@ class Product:
 
     def check_current(self) -> None:
         """Raises ``StaleLogitsError`` where the product would no longer be what the head's call meant."""
-        stepped = self._optimizer_steps is not None and self._optimizer_steps != _optimizer_steps_so_far()
-        freed = self.weight.untyped_storage().nbytes() == 0
-        if stepped or freed or self._versions != self._current_versions():
-            raise StaleLogitsError(
-                "The logits were not computed in the call of the output head, and they are read only now, after its "
-                f"weights were {'freed (they are sharded)' if freed else 'changed (by an optimizer step)'}. Read them "
-                "before that, or set use_fast_kernels to {keep_logits: true} to have them computed in every call."
-            )
+        if self.weight.untyped_storage().nbytes() == 0:
+            event = "the output head's sharded weights were freed"
+        elif self._optimizer_steps is not None and self._optimizer_steps != _optimizer_steps_so_far():
+            event = "an optimizer stepped"
+        elif self._versions != self._current_versions():
+            event = "the output head's weights or the hidden states were written in place"
+        else:
+            return
+        raise StaleLogitsError(
+            f"The model's logits can no longer be computed: since the call that they belong to, {event}. Under "
+            f"use_fast_kernels the loss is computed without holding the logits; whoever reads them has them computed "
+            f"then. Read them before that happens, or set use_fast_kernels: {{keep_logits: true}}, which computes and "
+            f"holds them in every call, as without slothplug."
+        )
 
     def add(self, deferred: Deferred) -> None:
         self._deferred.add(deferred)
@@ -218,6 +223,11 @@ class _StepCounter:
     """Counts the steps of all optimizers of the process, from the first time that somebody asks.
 
     A parameter's ``_version`` does not tell: fused optimizers and writes through ``.data`` leave it as it was.
+
+    The hook that counts is put into torch once, and stays for as long as the process lives, also when every model is
+    undone. Logits outlive the undo and even their model, and must raise after a step all the same. Nor could it go when
+    the last of them is collected: that may happen while torch walks through its hooks, and would break the step. The
+    hook adds one to a number and holds nothing of any model.
     """
 
     def __init__(self) -> None:

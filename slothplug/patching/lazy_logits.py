@@ -276,8 +276,9 @@ def _prepare_for_hook(logits: LazyLogits, *hook: Any) -> None:
         return
     if product.loss_taken and not logits._deferred.is_real:
         raise StaleLogitsError(
-            "A hook or retain_grad on the logits asks for their gradient, but the model's loss was computed without "
-            "them. Set use_fast_kernels to {keep_logits: true}."
+            "A hook or retain_grad asks for the gradient of the model's logits, and there is none: under "
+            "use_fast_kernels the loss was computed without them. Set use_fast_kernels: {keep_logits: true}, which "
+            "computes the loss from logits, as without slothplug."
         )
     logits._deferred.value("a hook was put on the logits")
 

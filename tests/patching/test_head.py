@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import slothplug
 from slothplug.errors import NothingFusedError, StaleLogitsError
+from slothplug.patching import deferred
 from slothplug.patching.report import SiteReport
 
 IDS = (torch.arange(48).view(2, 24) * 7) % 120 + 4
@@ -337,6 +341,32 @@ def test_reading_after_the_head_was_trained_is_refused() -> None:
     optimizer.step()
     with pytest.raises(StaleLogitsError, match="keep_logits: true"):
         output.logits.softmax(-1)
+
+
+def step_counters() -> list[Any]:
+    return [hook for hook in _global_optimizer_post_hooks.values() if isinstance(hook, deferred._StepCounter)]
+
+
+def test_the_hook_on_optimizer_steps_serves_an_undone_model_and_holds_none() -> None:
+    model = make()
+    report = slothplug.patch(model)
+    output = model(input_ids=IDS, labels=LABELS)
+    report.undo()
+    (counter,) = step_counters()
+    output.loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer.step()
+    with pytest.raises(StaleLogitsError, match="an optimizer stepped"):
+        output.logits.softmax(-1)
+    undone = weakref.ref(model)
+    del model, report, output, optimizer
+    gc.collect()
+    assert undone() is None
+    another = make()
+    slothplug.patch(another)
+    another(input_ids=IDS, labels=LABELS)
+    assert step_counters() == [counter]
+    assert {name: type(value) for name, value in vars(counter).items()} == {"steps": int, "_registered": bool}
 
 
 def test_keep_logits_leaves_the_head_as_it_is() -> None:
