@@ -13,7 +13,7 @@ from slothplug import hookspecs
 if TYPE_CHECKING:
     import torch
 
-    from slothplug.patching.sites import Kernel
+    from slothplug.patching.sites import Kernel, Operation
     from slothplug.settings import Settings
 
 BUILT_IN = ("rms_norm", "glu", "rotary", "head", "lora")
@@ -30,6 +30,11 @@ def plugin_manager() -> pluggy.PluginManager:
     manager.load_setuptools_entrypoints(hookspecs.PROJECT)
     manager.check_pending()
     return manager
+
+
+def operations() -> list[Operation]:
+    """The operations that the registered plugins introduce, in the order of registration."""
+    return [operation for group in reversed(plugin_manager().hook.slothplug_operations()) for operation in group]
 
 
 def kernel_for(operation: str, device: torch.device, dtype: torch.dtype, settings: Settings) -> Kernel | None:

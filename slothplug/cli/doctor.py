@@ -15,6 +15,7 @@ from rich.table import Table
 import slothplug
 from slothplug.cli.self_test import self_test
 from slothplug.kernels.backend import choose_backend, triton_importable, why_not_triton
+from slothplug.plugins import operations
 from slothplug.versions import PACKAGES, PEFT, Package
 
 
@@ -31,7 +32,7 @@ class Finding:
 def run_doctor() -> int:
     """Prints the table; 0 where training would work, else 1."""
     console = Console()
-    findings = [*_packages(), *_devices(), _plugins()]
+    findings = [*_packages(), *_devices(), _plugins(), *_operations()]
     findings.append(_training(findings))
     table = Table(title=f"slothplug {slothplug.__version__}, Python {platform.python_version()}", title_justify="left")
     for column in ("", "found", "state"):
@@ -115,6 +116,11 @@ def _plugins() -> Finding:
     manager = slothplug.plugin_manager()
     names = [name for name, plugin in manager.list_name_plugin() if plugin is not None]
     return Finding("plugins", ", ".join(names), "ok")
+
+
+def _operations() -> Iterator[Finding]:
+    for operation in operations():
+        yield Finding(f"operation {operation.name}", operation.summary, "ok")
 
 
 def _training(findings: list[Finding]) -> Finding:

@@ -28,7 +28,7 @@ from slothplug.patching.proof import preserved_rng
 from slothplug.patching.report import Report, SiteReport
 from slothplug.patching.sites import STATE, Calls, Left, Served, Site, why_not_touchable
 from slothplug.patching.unwrap import wrappers_and_core
-from slothplug.plugins import plugin_manager
+from slothplug.plugins import operations, plugin_manager
 from slothplug.settings import Settings
 from slothplug.versions import loaded_for
 
@@ -54,9 +54,9 @@ class Owner:
 def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Report:
     """Makes ``model`` run on fused kernels wherever that is proved to be the same computation.
 
-    ``model`` may be a plain model, a PEFT model, or either wrapped by DDP, FSDP or ``torch.compile``; it is changed in
-    place, and no other model, class or module global is. Patching twice changes nothing the second time, except that
-    sites which came since (a new adapter) are served too.
+    ``model`` may be a plain model, a PEFT model, or either wrapped by DDP, FSDP, DeepSpeed or ``torch.compile``; it is
+    changed in place, and no other model, class or module global is. Patching twice changes nothing the second time,
+    except that sites which came since (a new adapter) are served too.
 
     Args:
         model: the model that is about to be trained.
@@ -94,12 +94,11 @@ def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings
 def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn.Module]]:
     """The report, and the modules that got a private class; none has one if an exception is raised."""
     wrappers, core = wrappers_and_core(model)
-    manager = plugin_manager()
-    operations = [op.name for group in reversed(manager.hook.slothplug_operations()) for op in group]
+    known = [operation.name for operation in operations()]
     if settings is None:
-        return Report(core, Settings(ops=()), operations), []
-    settings.check_ops(operations)
-    report = Report(model, settings, operations)
+        return Report(core, Settings(ops=()), known), []
+    settings.check_ops(known)
+    report = Report(model, settings, known)
     report.notes.extend(_judge_versions(model))
     _refuse(core, settings)
     report.notes.extend(_judge_backend(core, settings))
@@ -110,7 +109,7 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
         sites = list(_proved_sites(core, settings, report, earlier))
     taken: list[nn.Module] = []
     try:
-        manager.hook.slothplug_before_patch(model=core, sites=sites, settings=settings)
+        plugin_manager().hook.slothplug_before_patch(model=core, sites=sites, settings=settings)
         for site in sites:
             taken.append(site.module)
             _serve(site, owner, report)
@@ -118,7 +117,7 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
             if report.fused and not is_patched(module):
                 taken.append(module)
                 take(module, with_call, Outermost(owner))  # type: ignore[arg-type]
-        manager.hook.slothplug_after_patch(model=core, report=report)
+        plugin_manager().hook.slothplug_after_patch(model=core, report=report)
         _conclude(report, core)
     except BaseException:
         for module in taken:

@@ -1,19 +1,26 @@
-"""From what a user holds to the model inside: DDP, FSDP, torch.compile and PEFT wrappers."""
+"""From what a user holds to the model inside: DDP, FSDP, DeepSpeed, torch.compile and PEFT wrappers."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+_ENGINES = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "OptimizedModule": "_orig_mod",
+}
+"""The wrapper classes of engines by name, so that none is imported for a look, and where they hold the model."""
 
 
 def wrappers_and_core(model: nn.Module) -> tuple[list[nn.Module], nn.Module]:
     """The PEFT wrappers around a model, outermost first, and the model itself.
 
-    Engines' wrappers (DDP, FSDP1, DataParallel, torch.compile) are passed through and not returned: what they call is
-    returned, so whatever opens a call inside them is seen.
+    Engines' wrappers (DDP, FSDP1, DataParallel, DeepSpeed's engine, torch.compile) are passed through and not returned:
+    what they call is returned, so whatever opens a call inside them is seen.
     """
     wrappers: list[nn.Module] = []
     while True:
@@ -29,15 +36,9 @@ def wrappers_and_core(model: nn.Module) -> tuple[list[nn.Module], nn.Module]:
 
 
 def _inside_engine(model: nn.Module) -> nn.Module | None:
-    inner: Any = None
-    if (
-        isinstance(model, (DistributedDataParallel, nn.DataParallel))
-        or type(model).__name__ == "FullyShardedDataParallel"
-    ):
-        inner = model.module
-    elif type(model).__name__ == "OptimizedModule":
-        inner = model._orig_mod
-    return inner
+    """What an engine's wrapper, or one of a class derived from it, calls; None where ``model`` is no such wrapper."""
+    attribute = next((_ENGINES[base.__name__] for base in type(model).__mro__ if base.__name__ in _ENGINES), None)
+    return getattr(model, attribute) if attribute is not None else None
 
 
 def _inside_peft(model: nn.Module) -> nn.Module | None:

@@ -33,6 +33,8 @@ def test_here_training_works() -> None:
     for words in (
         "transformers",
         "slothplug.rms_norm",
+        "operation rms_norm",
+        "RMS normalisation in one pass",
         "backend on",
         "training step",
         "rms_norm 3/3",

@@ -298,6 +298,38 @@ def test_a_ddp_wrapped_model_is_patched_inside(tiny_llama: Callable[..., nn.Modu
         torch.distributed.destroy_process_group()
 
 
+class DeepSpeedEngine(nn.Module):
+    """Holds and calls the model as DeepSpeed's engine of that name does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+class DeepSpeedHybridEngine(DeepSpeedEngine):
+    pass
+
+
+@pytest.mark.parametrize("engine", [DeepSpeedEngine, DeepSpeedHybridEngine])
+def test_a_model_is_patched_inside_deepspeeds_engine(
+    tiny_llama: Callable[..., nn.Module], engine: type[DeepSpeedEngine]
+) -> None:
+    model, expected = tiny_llama(), step(tiny_llama())
+    wrapped = engine(model)
+    report = slothplug.patch(wrapped)
+    assert is_patched(model)
+    assert type(wrapped) is engine
+    loss, grads = step(wrapped)
+    assert_same_step((loss, {name.removeprefix("module."): g for name, g in grads.items()}), expected)
+    (head,) = report.by_op()["head"]
+    assert (head.calls.served, head.calls.fallbacks) == (1, {})
+    report.undo()
+    assert not any(is_patched(m) for m in wrapped.modules())
+
+
 def test_undo_refuses_where_another_class_was_put_above_ours(tiny_llama: Callable[..., nn.Module]) -> None:
     """``fully_shard`` and parametrizations subclass whatever class a module has at that moment."""
     model = tiny_llama()
