@@ -57,7 +57,7 @@ def run_demo(out: Path, steps: int | None = None, cpu: bool = False) -> None:
     plan.save(out / "plan.json")
 
     with _progress(console) as progress:
-        bars = {side: progress.add_task(TITLES[side], total=plan.steps, loss="") for side in SIDES}
+        bars = {side: progress.add_task(TITLES[side], start=False, total=plan.steps, loss="") for side in SIDES}
         for side in SIDES:
             progress.start_task(bars[side])
             for line in _worker(out, side):

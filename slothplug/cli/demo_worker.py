@@ -54,8 +54,9 @@ class RecordingTrainer(Trainer):
 def build(plan: Plan) -> nn.Module:
     """The model of both runs: frozen random weights and LoRA adapters on every linear layer."""
     set_seed(plan.seed)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=plan.model_vocab, use_cache=False, **plan.model))
-    model.to(plan.device, getattr(torch, plan.dtype))
+    with torch.device(plan.device):  # drawing a billion weights takes a GPU a moment and a CPU half a minute
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=plan.model_vocab, use_cache=False, **plan.model))
+    model.to(getattr(torch, plan.dtype))
     return get_peft_model(model, LoraConfig(r=plan.rank, lora_alpha=2 * plan.rank, target_modules="all-linear"))
 
 

@@ -30,6 +30,7 @@ product, nothing but the inputs kept), where the forward cannot know what the ro
 Ahead, d logits round to bfloat16 after the division by ``mean``'s divisor, as those of the unfused loss do. For ``sum``
 they round undivided, whatever count the caller divides by: bfloat16 has float32's range, and rows of one kind (all p
 near 1 / V, or near 0 and 1) share their rounding error, which is none for 1 and for powers of two, unlike 1 / count.
+For the same reason the epilogue's constant factor is left to the backward, where it multiplies in float32.
 
 Cost for N rows, H features, V classes, e bytes an element, c chunks: 2 N H V flops a product (one for the loss alone,
 two with a frozen head, three with a trainable one; one more where the gradients are not computed ahead). Traffic beyond
@@ -49,7 +50,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from slothplug.kernels.backend import Backend
+from slothplug.kernels.backend import Backend, primitives_on
 from slothplug.kernels.once_differentiable import once_differentiable
 
 Reduction = Literal["mean", "sum", "none"]
@@ -78,12 +79,16 @@ class Epilogue(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What tells one loss from another. ``class_weight`` is [V]; its sum, 0-d, is given where smoothing needs it."""
+    """What tells one loss from another. ``class_weight`` is [V]; its sum, 0-d, is given where smoothing needs it.
+
+    ``slope`` is the constant part of the epilogue's derivative, ``inner * outer``, or 1 where the caller multiplies.
+    """
 
     ignore_index: int
     label_smoothing: float
     z_loss: float
     epilogue: Epilogue
+    slope: float
     class_weight: torch.Tensor | None
     class_weight_sum: torch.Tensor | None
 
@@ -101,8 +106,8 @@ class Upstream(NamedTuple):
 class Primitives(Protocol):
     """What a backend implements."""
 
+    @staticmethod
     def cross_entropy_rows(
-        self,
         logits: torch.Tensor,
         labels: torch.Tensor,
         losses: torch.Tensor | None,
@@ -114,6 +119,13 @@ class Primitives(Protocol):
         ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements and the
         elements between V and the stride may be written too. ``labels`` [rows] are in range or ``ignore_index``;
         ``losses`` [rows] has the dtype of ``loss_arithmetic``.
+        """
+
+    @staticmethod
+    def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes ``gradient * factor``, rounded once, into ``out``. Both are [rows, width] or [width] and contiguous.
+
+        ``factor`` is 0-d, or [rows]; it has the dtype of the gradient.
         """
 
 
@@ -216,7 +228,8 @@ def linear_cross_entropy(
         chunk_bytes,
         torch.is_grad_enabled(),
     )
-    primitives = _primitives("torch" if loss_arithmetic(hidden.dtype) is torch.float64 else backend)
+    on: Backend = "torch" if loss_arithmetic(hidden.dtype) is torch.float64 else backend
+    primitives = primitives_on(on, _TorchPrimitives, "cross_entropy")
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, class_weight, options, primitives)
     return loss
 
@@ -306,6 +319,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             divisor = row_weight.sum() if options.reduction == "mean" else None
             losses = torch.empty_like(row_weight)
             terms = _terms(class_weight, options, row_weight.dtype)
+            if ahead:
+                terms = terms._replace(slope=terms.slope / _left_to_backward(options, hidden.dtype))
             head = _Head(weight, bias, terms, options.chunk_bytes, primitives)
             upstream = Upstream(None, divisor if _rounds(hidden) else None) if ahead else None
             gradients = _sweep(rows, head, losses, upstream, needed if ahead else (False,) * 3, row_weight.dtype)
@@ -324,7 +339,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels, keep, divisor, *rest = ctx.saved_tensors
         with _no_autocast(labels.device):
             if ctx.ahead:
-                gradients = _scale_ahead(_Gradients(*rest), grad_output, labels, divisor, ctx.dtype, ctx.options)
+                gradients = _scale_ahead(_Gradients(*rest), grad_output, labels, divisor, ctx)
             else:
                 gradients = _recompute(grad_output, labels, keep, divisor, rest, ctx)
             grad_hidden = gradients.hidden
@@ -344,6 +359,13 @@ def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]
 def _rounds(hidden: torch.Tensor) -> bool:
     """True where d logits are rounded to less than the loss's arithmetic."""
     return hidden.dtype != loss_arithmetic(hidden.dtype)
+
+
+def _left_to_backward(options: _Options, dtype: torch.dtype) -> float:
+    """The factor of d logits that the backward of gradients computed ahead multiplies by; see the top of the file."""
+    if dtype == loss_arithmetic(dtype):
+        return 1.0
+    return options.epilogue.inner * options.epilogue.outer
 
 
 def _exact_ahead(hidden: torch.Tensor) -> bool:
@@ -369,7 +391,7 @@ def _returns_float32(product: Literal["mm", "addmm"], device: torch.device, dtyp
 
 
 def _participants(hidden: torch.Tensor, labels: torch.Tensor, options: _Options) -> _Rows:
-    if options.num_valid is None:
+    if options.num_valid is None or options.num_valid == labels.numel():
         return _Rows(hidden, labels, None)
     # A fill value beyond the rows: where the count was too large, index_select raises (on CUDA, asserts).
     counted = torch.nonzero_static(labels != options.ignore_index, size=options.num_valid, fill_value=labels.numel())
@@ -407,6 +429,7 @@ def _terms(class_weight: torch.Tensor | None, options: _Options, arithmetic: tor
         options.label_smoothing,
         options.z_loss,
         options.epilogue,
+        options.epilogue.inner * options.epilogue.outer,
         class_weight,
         class_weight.sum() if smoothed and class_weight is not None else None,
     )
@@ -531,32 +554,28 @@ def _reduce(
 
 
 def _scale_ahead(
-    ahead: _Gradients,
-    grad_output: torch.Tensor,
-    labels: torch.Tensor,
-    divisor: torch.Tensor | None,
-    dtype: torch.dtype,
-    options: _Options,
+    ahead: _Gradients, grad_output: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor | None, ctx: Any
 ) -> _Gradients:
-    """The forward's gradients times the upstream gradient; one rounding, to ``dtype``, and out of place."""
-    arithmetic = loss_arithmetic(dtype)
-    scale = grad_output.to(arithmetic)
-    if divisor is not None and dtype == arithmetic:
-        scale = scale / divisor  # where d logits were rounded they were divided before
+    """The forward's gradients times the upstream gradient; one rounding, to the operands' dtype, and out of place."""
+    options: _Options = ctx.options
+    arithmetic = loss_arithmetic(ctx.dtype)
+    factor = _times(grad_output.to(arithmetic), _left_to_backward(options, ctx.dtype))
+    if divisor is not None and ctx.dtype == arithmetic:
+        factor = factor / divisor  # where d logits were rounded they were divided before
     # Loss / num_items with no item has an upstream gradient of inf, and a row without loss a gradient of 0 all the
     # same.
     counted = labels != options.ignore_index
-    row_scale = torch.where(counted, scale, 0.0).unsqueeze(1) if ahead.hidden is not None else scale
-    scale = torch.where(counted.any(), scale, 0.0)
-    return _Gradients(
-        _scaled(ahead.hidden, row_scale, dtype), _scaled(ahead.weight, scale, dtype), _scaled(ahead.bias, scale, dtype)
-    )
+    of_rows = torch.where(counted, factor, 0.0) if ahead.hidden is not None else factor
+    factor = torch.where(counted.any(), factor, 0.0)
 
+    def scaled(gradient: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:
+        if gradient is None:
+            return None
+        out = torch.empty_like(gradient, dtype=ctx.dtype)
+        ctx.primitives.scale(gradient, factor, out)
+        return out
 
-def _scaled(gradient: torch.Tensor | None, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    return _Gradients(scaled(ahead.hidden, of_rows), scaled(ahead.weight, factor), scaled(ahead.bias, factor))
 
 
 def _recompute(
@@ -595,6 +614,10 @@ class _TorchPrimitives:
                 losses[start:stop] = loss
             if gradient is not None:
                 block.copy_(gradient)
+
+    @staticmethod
+    def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mul(gradient, factor.unsqueeze(1) if factor.ndim else factor, out=out)
 
 
 def _block(
@@ -639,7 +662,7 @@ def _block(
     _multiply_upstream(gradient, upstream)
     if tanh is not None:
         gradient *= 1.0 - tanh.square()
-    gradient = _times(gradient, terms.epilogue.inner * terms.epilogue.outer)
+    gradient = _times(gradient, terms.slope)
     return loss, gradient.masked_fill_(~counted.unsqueeze(1), 0.0)
 
 
@@ -666,14 +689,3 @@ def _multiply_upstream(gradient: torch.Tensor, upstream: Upstream) -> None:
     scale: Any = 1.0 if grad is None else grad.to(gradient.dtype)
     scale = scale if divisor is None else scale / divisor
     gradient *= scale if scale.ndim == 0 else scale.unsqueeze(1)
-
-
-@functools.cache
-def _primitives(backend: Backend) -> Primitives:
-    if backend == "torch":
-        return _TorchPrimitives()
-    if backend == "triton":
-        from slothplug.kernels.triton.cross_entropy import TritonPrimitives
-
-        return TritonPrimitives()
-    raise ValueError(f"backend is 'torch' or 'triton', not {backend!r}")

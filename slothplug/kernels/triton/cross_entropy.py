@@ -1,8 +1,10 @@
 """Cross-entropy of rows of logits on Triton, gradient in place. Formulas, byte counts: ../linear_cross_entropy.py.
 
 One program takes one row and walks the vocabulary twice. The first walk finds lse: every lane keeps its own running
-maximum and sum, with one exponential an element and no exchange between lanes until the end of the row. The second
-writes d logits over the logits. It goes backwards, because what the first walk read last is still in the L2 cache.
+maximum and sum, with one exponential an element and one more for each group of eight, and no exchange between lanes
+until the end of the row. The second writes d logits over the logits. It goes backwards, because what the first walk
+read last may still be in the L2 cache. Instructions count here: an H200 is nearly as busy with two exponentials an
+element as with its bytes.
 
 Everything is float32 in registers. lse is not formed for the softmax: max and log-sum stay apart, as their sum would
 lose what a float32 of the size of the largest logit cannot hold.
@@ -32,14 +34,16 @@ class Walk:
     num_warps: int
 
 
-# 16 elements a thread are two 16-byte loads of bfloat16. With the running maxima and sums that is 64 registers
-# where there is no epilogue, so two of the widest programs fit a multiprocessor; more would push each other's rows out
-# of the L2 cache between the walks.
+# 8 or 16 elements a thread: one or two 16-byte loads of bfloat16. H200, 2048 rows of 128256 logits: 0.33 ms with 32
+# warps, 0.36 with 16; reading and writing them once takes 0.25. A third of the second walk is read from memory again.
+# With one row a multiprocessor (33 registers a thread) nothing is, but then latency shows, and the time is the same.
 _WALKS = (
-    Walk(max_vocabulary=512, block=512, num_warps=1),
-    Walk(max_vocabulary=2048, block=2048, num_warps=4),
-    Walk(max_vocabulary=2**62, block=8192, num_warps=16),
+    Walk(max_vocabulary=512, block=512, num_warps=2),
+    Walk(max_vocabulary=2048, block=2048, num_warps=8),
+    Walk(max_vocabulary=2**62, block=16384, num_warps=32),
 )
+# 8 elements a thread.
+_SCALE_BLOCK, _SCALE_WARPS = 1024, 4
 
 
 class TritonPrimitives:
@@ -78,17 +82,57 @@ class TritonPrimitives:
             float(terms.z_loss),
             *split(inner),
             *split(outer),
-            *split(inner * outer),
+            *split(terms.slope),
             INNER=inner != 1.0,
             TANH=terms.epilogue.tanh,
             OUTER=outer != 1.0,
-            SLOPE=inner * outer != 1.0,
+            SLOPE=terms.slope != 1.0,
             SMOOTHING=terms.label_smoothing != 0.0,
             Z_LOSS=terms.z_loss != 0.0,
             WRITE_GRAD=upstream is not None,
             BLOCK=walk.block,
             num_warps=walk.num_warps,
         )
+
+    @staticmethod
+    def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        elements, width = gradient.numel(), gradient.shape[-1]
+        launch(
+            _scale_kernel,
+            (triton.cdiv(elements, _SCALE_BLOCK),),
+            gradient.device,
+            gradient,
+            factor,
+            out,
+            elements,
+            width,
+            PER_ROW=factor.ndim > 0,
+            BLOCK=_SCALE_BLOCK,
+            num_warps=_SCALE_WARPS,
+        )
+
+
+@triton.jit
+def _scale_kernel(
+    gradient_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    elements: tl.tensor,
+    width: tl.tensor,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < elements
+    factor = tl.load(factor_ptr + index // width, mask=mask, other=0.0) if PER_ROW else tl.load(factor_ptr)
+    gradient = tl.load(gradient_ptr + index, mask=mask, other=0.0) * factor
+    tl.store(out_ptr + index, gradient.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _exp(x: tl.tensor) -> tl.tensor:
+    """e^x, with 0 for results below float32's normal numbers: tl.exp spends three instructions more on those."""
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -117,6 +161,84 @@ def _tanh_slope(x: tl.tensor) -> tl.tensor:
     """1 - tanh(x)^2, written so that nothing cancels where tanh is near 1."""
     e = tl.exp(-2.0 * tl.abs(x))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _logits(
+    x: tl.tensor,
+    inner_high: tl.tensor,
+    inner_low: tl.tensor,
+    outer_high: tl.tensor,
+    outer_low: tl.tensor,
+    INNER: tl.constexpr,
+    TANH: tl.constexpr,
+    OUTER: tl.constexpr,
+) -> tl.tensor:
+    """The logits after the epilogue."""
+    x = _times(x, inner_high, inner_low, INNER)
+    if TANH:
+        x = _tanh(x)
+    return _times(x, outer_high, outer_low, OUTER)
+
+
+@triton.jit
+def _distance(
+    z: tl.tensor, z_target: tl.tensor, columns: tl.tensor, class_weight_ptr: tl.tensor, vocabulary: tl.tensor
+) -> tl.tensor:
+    """w (z - z_target): relative to the target's logit, which keeps the sum small where all logits are large."""
+    inside = columns < vocabulary
+    distance = z - z_target
+    if class_weight_ptr is not None:
+        distance *= tl.load(class_weight_ptr + columns, mask=inside, other=0.0)
+    return tl.where(inside, distance, 0.0)
+
+
+@triton.jit
+def _add_block(z: tl.tensor, maximum: tl.tensor, total: tl.tensor, GROUP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Running maximum, and sum of exponentials relative to it, of every lane; a lane takes ``GROUP`` neighbours."""
+    z = tl.reshape(z, [maximum.shape[0], GROUP])
+    higher = tl.maximum(maximum, tl.max(z, 1))
+    return higher, total * _exp(maximum - higher) + tl.sum(_exp(z - higher[:, None]), 1)
+
+
+@triton.jit
+def _d_logits(
+    x: tl.tensor,
+    columns: tl.tensor,
+    top: tl.tensor,
+    slope: tl.tensor,
+    smooth_share: tl.tensor,
+    class_weight_ptr: tl.tensor,
+    vocabulary: tl.tensor,
+    inner_high: tl.tensor,
+    inner_low: tl.tensor,
+    outer_high: tl.tensor,
+    outer_low: tl.tensor,
+    slope_high: tl.tensor,
+    slope_low: tl.tensor,
+    onehot: tl.tensor,
+    INNER: tl.constexpr,
+    TANH: tl.constexpr,
+    OUTER: tl.constexpr,
+    SLOPE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+) -> tl.tensor:
+    """d logits of the elements ``x`` in ``columns``: ``slope`` exp(z - top) less the smoothing and ``onehot``."""
+    argument = _times(x, inner_high, inner_low, INNER)
+    z = argument
+    if TANH:
+        z = _tanh(z)
+    d = _exp(_times(z, outer_high, outer_low, OUTER) - top) * slope
+    if SMOOTHING:
+        if class_weight_ptr is not None:
+            d -= smooth_share * tl.load(class_weight_ptr + columns, mask=columns < vocabulary, other=0.0)
+        else:
+            d -= smooth_share
+    if onehot is not None:
+        d -= onehot
+    if TANH:
+        d *= _tanh_slope(argument)
+    return _times(d, slope_high, slope_low, SLOPE)
 
 
 @triton.jit
@@ -151,48 +273,50 @@ def _cross_entropy_rows_kernel(
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    GROUP: tl.constexpr = 8  # a 16-byte load of bfloat16
+    dtype = logits_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     label = tl.load(labels_ptr + row * labels_stride)
-    counted = label != ignore_index
-    target = tl.where(counted, label, 0)
-    if class_weight_ptr is not None:
-        nll_share = nll_share * tl.load(class_weight_ptr + target)
-
-    # Read before the second walk overwrites it; the reductions between the walks are the barrier.
-    z_target = _times(tl.load(logits_ptr + target).to(tl.float32), inner_high, inner_low, INNER)
-    if TANH:
-        z_target = _tanh(z_target)
-    z_target = _times(z_target, outer_high, outer_low, OUTER)
-
     lanes = tl.arange(0, BLOCK)
+    # Masks of loads and stores are the row's stride, a multiple of 64, so that they stay 16 bytes wide for every
+    # vocabulary.
+    if label == ignore_index:
+        if losses_ptr is not None:
+            tl.store(losses_ptr + row, 0.0)
+        if WRITE_GRAD:
+            for start in range(0, logits_stride, BLOCK):
+                columns = start + lanes
+                tl.store(logits_ptr + columns, tl.zeros([BLOCK], dtype), mask=columns < logits_stride)
+        return
+
+    if class_weight_ptr is not None:
+        nll_share = nll_share * tl.load(class_weight_ptr + label)
+    # Read before the second walk overwrites it; the reductions between the walks are the barrier.
+    x_target = tl.load(logits_ptr + label).to(tl.float32)
+    z_target = _logits(x_target, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
+
     # A finite start: -inf - (-inf) is nan, and logits may be -inf.
-    maximum = tl.full([BLOCK], -3.0e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    maximum = tl.full([BLOCK // GROUP], -3.0e38, tl.float32)
+    total = tl.zeros([BLOCK // GROUP], tl.float32)
     spread = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
+    whole = vocabulary // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
         columns = start + lanes
-        # The mask is the row's stride, a multiple of 64, so that loads stay 16 bytes wide for every vocabulary.
-        x = tl.load(logits_ptr + columns, mask=columns < logits_stride, other=0.0).to(tl.float32)
-        z = _times(x, inner_high, inner_low, INNER)
-        if TANH:
-            z = _tanh(z)
-        z = _times(z, outer_high, outer_low, OUTER)
-        inside = columns < vocabulary
-        z = tl.where(inside, z, float("-inf"))
-        above = z - maximum
-        shrink = tl.exp(-tl.abs(above))
-        total = tl.where(above > 0.0, total * shrink + 1.0, total + shrink)
-        maximum = tl.maximum(maximum, z)
+        x = tl.load(logits_ptr + columns).to(tl.float32)
+        z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
+        maximum, total = _add_block(z, maximum, total, GROUP)
         if SMOOTHING:
-            # Relative to the target's logit, which keeps the sum small where all logits are large.
-            distance = z - z_target
-            if class_weight_ptr is not None:
-                distance *= tl.load(class_weight_ptr + columns, mask=inside, other=0.0)
-            spread += tl.where(inside, distance, 0.0)
+            spread += _distance(z, z_target, columns, class_weight_ptr, vocabulary)
+    columns = whole + lanes
+    x = tl.load(logits_ptr + columns, mask=columns < logits_stride, other=0.0).to(tl.float32)
+    z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
+    maximum, total = _add_block(tl.where(columns < vocabulary, z, float("-inf")), maximum, total, GROUP)
+    if SMOOTHING:
+        spread += _distance(z, z_target, columns, class_weight_ptr, vocabulary)
 
     top = tl.max(maximum, 0)
-    row_total = tl.sum(total * tl.exp(maximum - top), 0)
+    row_total = tl.sum(total * _exp(maximum - top), 0)
     log_total = tl.log(row_total)
     nll = log_total + (top - z_target)
     lse = top + log_total
@@ -206,7 +330,7 @@ def _cross_entropy_rows_kernel(
             loss += smooth_share * (weight_sum * nll - tl.sum(spread, 0))
         if Z_LOSS:
             loss += z_loss * lse * lse
-        tl.store(losses_ptr + row, tl.where(counted, loss, 0.0))
+        tl.store(losses_ptr + row, loss)
 
     if WRITE_GRAD:
         slope = nll_share
@@ -214,34 +338,32 @@ def _cross_entropy_rows_kernel(
             slope += smooth_share * weight_sum
         if Z_LOSS:
             slope += 2.0 * z_loss * lse
-        inverse_total = 1.0 / row_total
         scale = 1.0
         if grad_ptr is not None:
             scale = tl.load(grad_ptr + row * grad_stride).to(tl.float32)
         if divisor_ptr is not None:
             scale = scale / tl.load(divisor_ptr)
-        blocks = tl.cdiv(vocabulary, BLOCK)
-        for block in range(blocks):
-            columns = (blocks - 1 - block) * BLOCK + lanes
+        slope = slope / row_total * scale
+        smooth_share = smooth_share * scale
+        # Backwards: what the first walk read last is the likeliest to be in the L2 cache.
+        for done in range(0, whole + 1, BLOCK):
+            columns = whole - done + lanes
             mask = columns < logits_stride
             x = tl.load(logits_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            argument = _times(x, inner_high, inner_low, INNER)
-            z = argument
-            if TANH:
-                z = _tanh(z)
-            z = _times(z, outer_high, outer_low, OUTER)
-            d = tl.exp(z - top) * inverse_total * slope
-            if SMOOTHING:
-                if class_weight_ptr is not None:
-                    d -= smooth_share * tl.load(class_weight_ptr + columns, mask=columns < vocabulary, other=0.0)
-                else:
-                    d -= smooth_share
-            d = tl.where(columns == target, d - nll_share, d) * scale
-            if TANH:
-                d *= _tanh_slope(argument)
-            d = _times(d, slope_high, slope_low, SLOPE)
-            d = tl.where(counted, d, 0.0)
-            tl.store(logits_ptr + columns, d.to(logits_ptr.dtype.element_ty), mask=mask)
+            d = _d_logits(
+                x, columns, top, slope, smooth_share, class_weight_ptr, vocabulary,
+                inner_high, inner_low, outer_high, outer_low, slope_high, slope_low, None,
+                INNER, TANH, OUTER, SLOPE, SMOOTHING,
+            )  # fmt: skip
+            tl.store(logits_ptr + columns, d.to(dtype), mask=mask, eviction_policy="evict_first")
+        # The target's element once more, alone: a comparison for every element would cost as much as its exponential.
+        d_target = _d_logits(
+            x_target, label, top, slope, smooth_share, class_weight_ptr, vocabulary,
+            inner_high, inner_low, outer_high, outer_low, slope_high, slope_low, nll_share * scale,
+            INNER, TANH, OUTER, SLOPE, SMOOTHING,
+        )  # fmt: skip
+        tl.debug_barrier()  # after another thread's store to it
+        tl.store(logits_ptr + label, d_target.to(dtype))
 
 
 # The ways in which a loss is computed: without gradients; with gradients ahead of backward, of a mean and of a sum,
@@ -266,6 +388,9 @@ def offline_cases() -> Iterable[OfflineCase]:
         _note(torch.bfloat16, 256000, scaled)
         _note(torch.bfloat16, 128256, plain, label_smoothing=0.1, z_loss=1e-4)
         _note(torch.bfloat16, 128256, capped, label_smoothing=0.1, weighted=True)
+        for shape, factor in (((128256, 4096), ()), ((8192, 4096), (8192,)), ((257,), ())):
+            gradient, result = (torch.empty(shape, dtype=t, device="meta") for t in (torch.float32, torch.bfloat16))
+            TritonPrimitives.scale(gradient, torch.empty(factor, device="meta"), result)
     return cases
 
 
@@ -283,7 +408,8 @@ def _note(
     losses = torch.empty(2048, device="meta")
     scalar = torch.empty((), device="meta")
     class_weight = torch.empty(vocabulary, device="meta") if weighted else None
-    terms = Terms(-100, label_smoothing, z_loss, epilogue, class_weight, scalar if weighted else None)
+    slope = epilogue.inner * epilogue.outer
+    terms = Terms(-100, label_smoothing, z_loss, epilogue, slope, class_weight, scalar if weighted else None)
     upstream = {
         "loss": None,
         "ahead": Upstream(None, scalar),

@@ -10,17 +10,26 @@ import triton
 import triton.language as tl
 
 
-def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
-    """Starts ``kernel[grid]`` on ``device`` and its current stream.
+def launch(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, num_warps: int, **options: Any
+) -> None:
+    """Starts ``kernel[grid]`` on ``device`` and its current stream, with ``num_warps`` warps of 32 threads.
 
     Triton launches on the *current* device. A model spread over several GPUs calls us with tensors of another one,
     and only then is the context manager paid for.
     """
+    if torch.version.hip:  # wavefronts of 64 threads
+        num_warps = wider_warps(num_warps, 64)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        kernel[grid](*args, **options)
+        kernel[grid](*args, num_warps=num_warps, **options)
     else:
         with torch.cuda.device(device):
-            kernel[grid](*args, **options)
+            kernel[grid](*args, num_warps=num_warps, **options)
+
+
+def wider_warps(num_warps: int, width: int) -> int:
+    """How many warps of ``width`` threads have the threads of ``num_warps`` warps of 32."""
+    return max(1, num_warps * 32 // width)
 
 
 def row_order(x: torch.Tensor) -> tuple[int, ...]:

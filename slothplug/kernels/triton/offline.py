@@ -36,6 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from slothplug.kernels.triton.launch import wider_warps
 from slothplug.kernels.triton.targets import Target
 
 _POINTERS = {
@@ -60,7 +61,8 @@ class OfflineCase:
         signature: Triton type of each argument that is not in ``constexprs``, as in ``triton.tools.compile``:
             ``"*bf16"``, ``"i32"``, ``"fp32"``; with ``":16"`` behind where the value (the address) is a multiple of 16.
         constexprs: the other arguments: ``tl.constexpr`` parameters, integers equal to 1, pointers that are None.
-        num_warps, num_stages: launch options; None is Triton's default.
+        num_warps: warps of 32 threads, as ``launch`` takes them.
+        num_stages: launch option; None is Triton's default.
         targets: names of the targets it is for; None is all of ``TARGETS``.
     """
 
@@ -140,7 +142,7 @@ def compile_case(case: OfflineCase, target: Target) -> tuple[int, int]:
         },
         attributes,
     )
-    options: dict[str, Any] = {"num_warps": case.num_warps}
+    options: dict[str, Any] = {"num_warps": wider_warps(case.num_warps, target.warp_width)}
     if case.num_stages is not None:
         options["num_stages"] = case.num_stages
     compiled = triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_width), options)
