@@ -4,9 +4,9 @@
 
 All run in one process, but for Unsloth, which has one of its own. ``of bare products`` is the time over that of the
 matrix products alone which any implementation must do (two with a frozen head, three with a trainable one, at full
-size); provider and products take turns, so that both meet the clocks that such work leaves the GPU. ``extra`` is the peak of GPU memory less inputs and
-gradients. ``error`` is the norm of the gradients' error against float64 over that of stock's error: a peer whose error
-is above 1.25 computes something less exact and is no competitor in that row.
+size); provider and products take turns, so that both meet the clocks that such work leaves the GPU. ``extra`` is the
+peak of GPU memory less inputs and gradients. ``error`` is the norm of the gradients' error against float64 over that of
+stock's error: a peer whose error is above 1.25 computes something less exact and is no competitor in that row.
 """
 
 from __future__ import annotations
