@@ -55,7 +55,7 @@ class Package:
 
 
 TORCH = Package("torch", "everything", needed=True, lowest="2.6")
-TRANSFORMERS = Package("transformers", "models and Trainer", needed=True, lowest="4.56", newest="5.24")
+TRANSFORMERS = Package("transformers", "models and Trainer", needed=True, lowest="4.57", newest="5.24")
 PEFT = Package("peft", "LoRA", lowest="0.18", newest="0.21")
 
 PACKAGES = (

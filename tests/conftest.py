@@ -32,3 +32,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _no_mixed_precision_of_an_earlier_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 4 tells accelerate by an environment variable, which outlives the trainer that was built."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -28,7 +28,7 @@ BY_NAME = {package.name: package for package in PACKAGES}
 @pytest.mark.parametrize(
     ("package", "make", "words"),
     [
-        (transformers, llama, r"transformers 4\.55\.4 is older than 4\.56.*pip install 'transformers>=4\.56,<5\.25'"),
+        (transformers, llama, r"transformers 4\.55\.4 is older than 4\.57.*pip install 'transformers>=4\.57,<5\.25'"),
         (peft, lambda: with_lora(llama()), r"peft 0\.17\.1 is older than 0\.18.*pip install 'peft>=0\.18,<0\.22'"),
     ],
     ids=["transformers", "peft"],

@@ -56,7 +56,7 @@ def _slothplug() -> Loss:
         # Here num_items is the number of labels that count, which a patched model knows without waiting for the GPU.
         cast: list[EpilogueStep] = [("cast", torch.float32)]
         total = linear_cross_entropy(
-            hidden, weight, labels, reduction="sum", epilogue=cast, num_valid=num_items, backend="triton"
+            hidden, weight, labels, reduction="sum", epilogue=cast, max_valid=num_items, backend="triton"
         )
         return total / num_items
 

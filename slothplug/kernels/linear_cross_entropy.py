@@ -135,20 +135,25 @@ class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     epilogue: Epilogue
-    num_valid: int | None
+    max_valid: int | None
     chunk_bytes: int
     grad_enabled: bool
 
 
 class _Rows(NamedTuple):
-    """The rows that take part: all of ``hidden``, or those that ``keep`` [rows] names; ``labels`` [rows] are theirs."""
+    """The rows that take part: all of ``hidden``, or those that ``keep`` [rows] names; ``labels`` [rows] are theirs.
+
+    Where fewer rows count than there was room for, ``keep`` names a row behind the last, whose label is ignored.
+    """
 
     hidden: torch.Tensor
     labels: torch.Tensor
     keep: torch.Tensor | None
 
     def chunk(self, start: int, stop: int) -> torch.Tensor:
-        return self.hidden[start:stop] if self.keep is None else self.hidden.index_select(0, self.keep[start:stop])
+        if self.keep is None:
+            return self.hidden[start:stop]
+        return self.hidden.index_select(0, self.keep[start:stop].clamp(max=self.hidden.shape[0] - 1))
 
 
 class _Head(NamedTuple):
@@ -179,7 +184,7 @@ def linear_cross_entropy(
     class_weight: torch.Tensor | None = None,
     z_loss: float = 0.0,
     epilogue: Sequence[EpilogueStep] = (),
-    num_valid: int | None = None,
+    max_valid: int | None = None,
     chunk_bytes: int = 512 * 2**20,
     backend: Backend = "torch",
 ) -> torch.Tensor:
@@ -199,9 +204,9 @@ def linear_cross_entropy(
             it.
         epilogue: the elementwise steps between the product and the loss, in order, with at most one tanh. Computed in
             float32 without rounding in between.
-        num_valid: number of labels that are not ``ignore_index``, where the caller knows it: ignored rows are then left
-            out of every product. It must be exact; counting here would wait for the device. Too large raises, too
-            small leaves rows out.
+        max_valid: an upper bound for the number of labels that are not ``ignore_index``, where the caller knows one: so
+            many rows take part in the products, the others in none. Counting here would wait for the device. Where more
+            labels count, the loss is nan, on a CPU a ValueError.
         chunk_bytes: budget of the logits buffer; below one row it is one row. The result does not depend on it beyond
             the order in which float32 sums are taken.
         backend: who computes the rows, "torch" or "triton". float64 is always computed by torch.
@@ -213,7 +218,8 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: operands of unequal dtype, labels that are not int64, a class weight that is not floating.
-        ValueError: shapes that do not fit, an empty vocabulary, an option out of its range, an epilogue with two tanh.
+        ValueError: shapes that do not fit, an empty vocabulary, an option out of its range, an epilogue with two tanh,
+            on a CPU a ``max_valid`` that is too small.
         IndexError: on a CPU, a label out of range. On CUDA a device-side assertion, as
             without fusion.
     """
@@ -224,7 +230,7 @@ def linear_cross_entropy(
         label_smoothing,
         z_loss,
         _compose(epilogue, hidden.dtype),
-        num_valid,
+        max_valid,
         chunk_bytes,
         torch.is_grad_enabled(),
     )
@@ -324,7 +330,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head = _Head(weight, bias, terms, options.chunk_bytes, primitives)
             upstream = Upstream(None, divisor if _rounds(hidden) else None) if ahead else None
             gradients = _sweep(rows, head, losses, upstream, needed if ahead else (False,) * 3, row_weight.dtype)
-            loss = _reduce(losses, divisor, rows.keep, labels.shape, options)
+            loss = _nan_if_too_many(_reduce(losses, divisor, rows.keep, labels.numel(), options), labels, options)
         if ahead:
             ctx.save_for_backward(rows.labels, rows.keep, divisor, *gradients)
         elif any(needed):
@@ -344,8 +350,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradients = _recompute(grad_output, labels, keep, divisor, rest, ctx)
             grad_hidden = gradients.hidden
             if grad_hidden is not None and keep is not None:
-                everywhere = grad_hidden.new_zeros(ctx.num_rows, grad_hidden.shape[1])
-                grad_hidden = everywhere.index_copy_(0, keep, grad_hidden)
+                grad_hidden = _put_back(grad_hidden, keep, ctx.num_rows)
         return grad_hidden, gradients.weight, gradients.bias, None, None, None, None
 
 
@@ -391,12 +396,28 @@ def _returns_float32(product: Literal["mm", "addmm"], device: torch.device, dtyp
 
 
 def _participants(hidden: torch.Tensor, labels: torch.Tensor, options: _Options) -> _Rows:
-    if options.num_valid is None or options.num_valid == labels.numel():
+    count = labels.numel()
+    if options.max_valid is None or options.max_valid >= count:
         return _Rows(hidden, labels, None)
-    # A fill value beyond the rows: where the count was too large, index_select raises (on CUDA, asserts).
-    counted = torch.nonzero_static(labels != options.ignore_index, size=options.num_valid, fill_value=labels.numel())
-    keep = counted.squeeze(1)
-    return _Rows(hidden, labels.index_select(0, keep), keep)
+    counted = labels != options.ignore_index
+    keep = torch.nonzero_static(counted, size=options.max_valid, fill_value=count).squeeze(1)
+    kept = labels.index_select(0, keep.clamp(max=count - 1)).masked_fill(keep == count, options.ignore_index)
+    return _Rows(hidden, kept, keep)
+
+
+def _put_back(kept: torch.Tensor, keep: torch.Tensor, count: int) -> torch.Tensor:
+    """``kept`` [rows, ...] where ``keep`` says, in [count, ...] of zeros; what lies behind ``count`` is dropped."""
+    return kept.new_zeros(count + 1, *kept.shape[1:]).index_copy_(0, keep, kept)[:count]
+
+
+def _nan_if_too_many(loss: torch.Tensor, labels: torch.Tensor, options: _Options) -> torch.Tensor:
+    """The loss, or nan where more labels count than ``max_valid``; on a CPU, where asking is free, an error."""
+    if options.max_valid is None or options.max_valid >= labels.numel():
+        return loss
+    found = (labels != options.ignore_index).sum()
+    if labels.device.type == "cpu" and found > options.max_valid:
+        raise ValueError(f"max_valid is {options.max_valid}, and {found.item()} labels are not {options.ignore_index}")
+    return loss.masked_fill(found > options.max_valid, float("nan"))
 
 
 def _row_weight(
@@ -541,11 +562,11 @@ def _reduce(
     losses: torch.Tensor,
     divisor: torch.Tensor | None,
     keep: torch.Tensor | None,
-    shape: torch.Size,
+    count: int,
     options: _Options,
 ) -> torch.Tensor:
     if options.reduction == "none":
-        loss = losses if keep is None else losses.new_zeros(shape).index_copy_(0, keep, losses)
+        loss = losses if keep is None else _put_back(losses, keep, count)
     else:
         loss = losses.sum()
         if divisor is not None:
@@ -589,7 +610,9 @@ def _recompute(
     """The gradients from logits made once more, each rounded as those of the unfused loss are."""
     hidden, weight, bias, class_weight = operands
     options: _Options = ctx.options
-    grad = grad_output if keep is None or grad_output.ndim == 0 else grad_output.index_select(0, keep)
+    grad = grad_output
+    if keep is not None and grad.ndim:
+        grad = grad.index_select(0, keep.clamp(max=grad.shape[0] - 1))
     terms = _terms(class_weight, options, loss_arithmetic(hidden.dtype))
     head = _Head(weight, bias, terms, options.chunk_bytes, ctx.primitives)
     rows = _Rows(hidden, labels, keep)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slothplug.patching.label_count import LabelCount
 from slothplug.patching.private_class import private
 from slothplug.patching.sites import STATE
 
@@ -26,14 +27,16 @@ class Call:
     Attributes:
         owner: the patch that the called model belongs to (``Served.owner`` of its modules).
         labels: what was passed as ``labels``; None where nothing was.
+        label_count: how many of them count, on its way from the GPU; None where it is not asked for there.
         failed: whether it ended by an exception.
         at_end: run in order when the call ends, also when it raises; each gets no argument.
     """
 
-    __slots__ = ("__weakref__", "at_end", "failed", "labels", "owner")
+    __slots__ = ("__weakref__", "at_end", "failed", "label_count", "labels", "owner")
 
     def __init__(self, owner: object, labels: torch.Tensor | None) -> None:
         self.owner, self.labels, self.failed = owner, labels, False
+        self.label_count = LabelCount.start(labels)
         self.at_end: list[Callable[[], None]] = []
 
 

@@ -52,6 +52,7 @@ class Product:
         dtype: what the operands are cast to first; differs from theirs under autocast only.
         loss: the fused loss, ``kernels.linear_cross_entropy``.
         chunk_bytes: budget for logits that are made a chunk at a time.
+        max_valid: ``max_valid(labels, ignore_index)`` is an upper bound for the labels that count, or None.
         open: whether a loss may still be fused: the outermost call is running and nothing was read.
         loss_taken: whether a fused loss was computed.
     """
@@ -65,9 +66,10 @@ class Product:
         loss: Callable[..., torch.Tensor],
         chunk_bytes: int,
         calls: Calls,
+        max_valid: Callable[[torch.Tensor, int], int | None],
     ) -> None:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
-        self.loss, self.chunk_bytes, self.calls = loss, chunk_bytes, calls
+        self.loss, self.chunk_bytes, self.calls, self.max_valid = loss, chunk_bytes, calls, max_valid
         self.open, self.loss_taken, self._was_read = True, False, False
         self._deferred: weakref.WeakSet[Deferred] = weakref.WeakSet()
         self._versions = self._current_versions()

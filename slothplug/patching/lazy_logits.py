@@ -191,7 +191,7 @@ def _fused_cross_entropy(
             label_smoothing=label_smoothing,
             class_weight=weight,
             epilogue=tuple(epilogue),
-            num_valid=int((target != ignore_index).sum()) if target.device.type == "cpu" else None,
+            max_valid=product.max_valid(target, ignore_index),
             chunk_bytes=product.chunk_bytes,
         )
     product.loss_taken = True

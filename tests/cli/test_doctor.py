@@ -71,8 +71,8 @@ def test_a_training_step_that_fails_is_the_verdict(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "version", "state", "words"),
     [
-        ("transformers", "4.55.4", "broken", "older than 4.56"),
-        ("transformers", "4.56.0", "ok", ""),
+        ("transformers", "4.56.2", "broken", "older than 4.57"),
+        ("transformers", "4.57.0", "ok", ""),
         ("transformers", "5.24.1", "ok", ""),
         ("transformers", "5.25.0", "untested", "newer than 5.24"),
         ("transformers", "5.24.0.dev0", "ok", ""),

@@ -27,9 +27,3 @@ def dtype(request: pytest.FixtureRequest, backend: Backend, device: torch.device
     if (request.param, backend, device.type) == (torch.bfloat16, "triton", "cpu"):
         pytest.skip("Triton's interpreter truncates where a GPU rounds to bfloat16")
     return request.param
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -290,7 +290,8 @@ def test_any_shape_strides_and_options(data: st.DataObject, backend: Backend, de
         "z_loss": data.draw(st.sampled_from([0.0, 1e-2])),
         "epilogue": EPILOGUES[data.draw(st.sampled_from(list(EPILOGUES)))],
     }
-    num_valid = int((labels != ignore_index).sum()) if data.draw(st.booleans()) else None
+    spare = data.draw(st.sampled_from([None, 0, 1, 3]))
+    max_valid = None if spare is None else int((labels != ignore_index).sum()) + spare
     lays = [data.draw(strided()) for _ in range(4)]
 
     def ours(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -299,7 +300,7 @@ def test_any_shape_strides_and_options(data: st.DataObject, backend: Backend, de
             lays[1](w),
             lays[2](labels),
             bias=b,
-            num_valid=num_valid,
+            max_valid=max_valid,
             chunk_bytes=data.draw(st.sampled_from([1, 1024, 2**20])),
             backend=backend,
             **options,
@@ -444,9 +445,9 @@ def test_ignored_rows_are_left_out_of_the_products(backend: Backend, device: tor
     hidden, weight = torch.randn(8, 3).to(device), torch.randn(70, 3).to(device)
     labels = torch.tensor([IGNORED, 3, IGNORED, IGNORED, 69, 0, IGNORED, IGNORED]).to(device)
 
-    def run(num_valid: int | None, reduction: Reduction) -> list[Tensor]:
+    def run(max_valid: int | None, reduction: Reduction) -> list[Tensor]:
         return differentiate(
-            lambda h, w: linear_cross_entropy(h, w, labels, reduction=reduction, num_valid=num_valid, backend=backend),
+            lambda h, w: linear_cross_entropy(h, w, labels, reduction=reduction, max_valid=max_valid, backend=backend),
             0.7,
             hidden,
             weight,
@@ -459,14 +460,21 @@ def test_ignored_rows_are_left_out_of_the_products(backend: Backend, device: tor
         for mine, reference in zip(dropped, run(None, reduction), strict=True):
             torch.testing.assert_close(mine, reference)
         assert (dropped[1][labels == IGNORED] == 0).all()
+        with Watch() as watch:
+            with_room = run(5, reduction)
+        assert {shape[0] for shape in watch.products} == {5, 70}
+        for mine, reference in zip(with_room, run(None, reduction), strict=True):
+            torch.testing.assert_close(mine, reference)
     if device.type == "cpu":
-        with pytest.raises((IndexError, RuntimeError), match="out of range"):
-            run(4, "mean")
+        with pytest.raises(ValueError, match="max_valid is 2, and 3 labels are not -100"):
+            run(2, "mean")
+    else:
+        assert run(2, "mean")[0].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_valid", [None, 0])
-def test_all_labels_ignored(num_valid: int | None, dtype: torch.dtype, backend: Backend, device: torch.device) -> None:
+@pytest.mark.parametrize("max_valid", [None, 0])
+def test_all_labels_ignored(max_valid: int | None, dtype: torch.dtype, backend: Backend, device: torch.device) -> None:
     """https://github.com/linkedin/Liger-Kernel/issues/177; a loss over no items has an upstream gradient of inf."""
     hidden, weight = torch.randn(5, 3).to(device, dtype), torch.randn(70, 3).to(device, dtype)
     labels = torch.full((5,), IGNORED, device=device)
@@ -479,7 +487,7 @@ def test_all_labels_ignored(num_valid: int | None, dtype: torch.dtype, backend: 
                 lambda h, w: function(h, w, labels, reduction=reduction, **extra), upstream, hidden, weight
             )
 
-        got = call(linear_cross_entropy, num_valid=num_valid, backend=backend)
+        got = call(linear_cross_entropy, max_valid=max_valid, backend=backend)
         for mine, reference in zip(got, call(stock), strict=True):
             torch.testing.assert_close(mine, reference, rtol=0, atol=0, equal_nan=True)
         assert all((gradient == 0).all() for gradient in got[1:])
@@ -572,9 +580,9 @@ def test_labels_out_of_range_raise_as_without_fusion(label: int, backend: Backen
     hidden, weight, labels = torch.randn(3, 4), torch.randn(70, 4), torch.tensor([1, label, IGNORED])
     with pytest.raises(IndexError) as expected:
         stock(hidden, weight, labels)
-    for num_valid in (None, 2):
+    for max_valid in (None, 2):
         with pytest.raises(IndexError) as raised:
-            linear_cross_entropy(hidden, weight, labels, num_valid=num_valid, backend=backend)
+            linear_cross_entropy(hidden, weight, labels, max_valid=max_valid, backend=backend)
         assert str(raised.value) == str(expected.value)
 
 
@@ -659,8 +667,8 @@ def test_refusals() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_valid", [None, 3000])
-def test_never_waits_for_the_device(num_valid: int | None, backend: Backend, device: torch.device) -> None:
+@pytest.mark.parametrize("max_valid", [None, 3000])
+def test_never_waits_for_the_device(max_valid: int | None, backend: Backend, device: torch.device) -> None:
     hidden = torch.randn(4096, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(1000, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.arange(4096, device=device) % 1000
@@ -668,7 +676,7 @@ def test_never_waits_for_the_device(num_valid: int | None, backend: Backend, dev
 
     def step() -> None:
         loss = linear_cross_entropy(
-            hidden, weight, labels, reduction="sum", epilogue=EPILOGUES["cast"], num_valid=num_valid, backend=backend
+            hidden, weight, labels, reduction="sum", epilogue=EPILOGUES["cast"], max_valid=max_valid, backend=backend
         )
         (loss / 7).backward()
 

@@ -54,7 +54,7 @@ class Head:
     def lazy(self, dtype: torch.dtype | None = None) -> LazyLogits:
         self.product = Product(
             self.hidden * 1, self.weight, self.bias, dtype or self.hidden.dtype,
-            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls,
+            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls, lambda *_: None,
         )  # fmt: skip
         return put_off(self.product)
 
@@ -498,7 +498,7 @@ def test_bfloat16_is_as_exact_as_stock(dtype: torch.dtype, cap: float | None) ->
 
         def lazy(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             kernel = partial(linear_cross_entropy, backend="torch")
-            return put_off(Product(hidden, weight, None, torch.bfloat16, kernel, 4096, Calls()))
+            return put_off(Product(hidden, weight, None, torch.bfloat16, kernel, 4096, Calls(), lambda *_: None))
 
         oracle = run(lambda hidden, weight: hidden @ weight.t(), hidden.double(), weight.double())
         return run(lazy, hidden, weight), run(F.linear, hidden, weight), oracle

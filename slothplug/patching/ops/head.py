@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -21,6 +21,7 @@ from slothplug.hookspecs import hookimpl
 from slothplug.kernels.linear_cross_entropy import EpilogueStep, linear_cross_entropy
 from slothplug.patching.call import current_call
 from slothplug.patching.deferred import Product
+from slothplug.patching.label_count import Bound
 from slothplug.patching.lazy_logits import put_off
 from slothplug.patching.private_class import is_patched, stock_class
 from slothplug.patching.proof import difference
@@ -59,6 +60,7 @@ class Head:
     """What a served head needs beside its weights."""
 
     chunk_bytes: int
+    bound: Bound = field(default_factory=Bound)
 
 
 @hookimpl
@@ -99,7 +101,8 @@ def fast_head(module: nn.Module, served: Served, hidden: torch.Tensor, *args: An
     if reason is not None or weight is None:
         return served.fall_back(module, reason or "it has no weight of its own", hidden)
     dtype = _product_dtype(hidden)
-    product = Product(hidden, weight, bias, dtype, served.kernel, served.params.chunk_bytes, served.calls)
+    max_valid = partial(served.params.bound.max_valid, count=call.label_count)
+    product = Product(hidden, weight, bias, dtype, served.kernel, served.params.chunk_bytes, served.calls, max_valid)
     call.at_end.append(lambda: product.close(completed=not call.failed))
     return put_off(product)
 
@@ -196,7 +199,8 @@ def _probe(
     calls = Calls()
 
     def fused(x: torch.Tensor) -> torch.Tensor:
-        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls)
+        max_valid = partial(Bound().max_valid, count=None)
+        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, max_valid)
         return _loss(put_off(product), epilogue, labels)
 
     def stock(x: torch.Tensor) -> torch.Tensor:

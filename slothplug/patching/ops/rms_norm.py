@@ -71,7 +71,7 @@ STYLES = (
     NormStyle("before_weight", offset=1.0),
 )
 
-# Where a class keeps no eps on the instance: the values written into forwards of transformers 4.56 to 5.24.
+# Where a class keeps no eps on the instance: the values written into forwards of transformers 4.57 to 5.24.
 CONSTANT_EPS = (1e-5, 1e-6, 1e-8, torch.finfo(torch.float32).eps)
 
 # Widths that show whether a norm without a weight normalises whole rows or groups, of up to 512 elements.

@@ -1,0 +1,103 @@
+"""How many labels count: a bound that is known without a wait, and never believed against the labels themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import slothplug
+from slothplug.patching import label_count
+from slothplug.patching.label_count import Bound, LabelCount
+
+LABELS = torch.tensor([-100, -100, 3, 4, -100, 5])
+
+
+class Arrived:
+    """A count that has come from the GPU."""
+
+    def __init__(self, size: int, value: int) -> None:
+        self.size, self._value = size, value
+
+    def value(self) -> int:
+        return self._value
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The labels that were counted at the loss."""
+    seen: list[torch.Tensor] = []
+    ask = label_count._ask
+
+    def note(labels: torch.Tensor, ignore_index: int) -> int:
+        seen.append(labels)
+        return ask(labels, ignore_index)
+
+    monkeypatch.setattr(label_count, "_ask", note)
+    return seen
+
+
+def test_only_the_first_loss_waits(asked: list[torch.Tensor]) -> None:
+    bound = Bound()
+    assert bound.max_valid(LABELS, -100, Arrived(6, 4)) == 3
+    assert [bound.max_valid(LABELS, -100, Arrived(6, 4)) for _ in range(3)] == [4, 4, 4]
+    assert len(asked) == 1
+
+
+def test_a_model_that_makes_more_labels_count_is_not_believed(asked: list[torch.Tensor]) -> None:
+    bound = Bound()
+    assert [bound.max_valid(LABELS, -100, Arrived(6, 2)) for _ in range(3)] == [3, 3, 3]
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("labels", "ignore_index", "count"),
+    [(LABELS, 3, Arrived(6, 6)), (LABELS.repeat(2), -100, Arrived(6, 6)), (LABELS, -100, None)],
+    ids=["another ignore_index", "more labels than the call had", "labels not seen at the call"],
+)
+def test_what_the_count_says_nothing_about_is_counted(
+    labels: torch.Tensor, ignore_index: int, count: Any, asked: list[torch.Tensor]
+) -> None:
+    bound = Bound()
+    bound._holds = True
+    assert bound.max_valid(labels, ignore_index, count) == int((labels != ignore_index).sum())
+    assert len(asked) == 1
+
+
+def test_nothing_is_started_where_there_is_no_wait_to_spare() -> None:
+    assert LabelCount.start(LABELS) is None
+    assert LabelCount.start(None) is None
+    assert LabelCount.start([1, 2]) is None
+
+
+@pytest.mark.gpu
+def test_a_loss_on_the_gpu_waits_once_and_drops_ignored_rows() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    stock = LlamaForCausalLM(config).cuda()
+    model = copy.deepcopy(stock)
+    tokens = torch.randint(1000, (2, 64), device="cuda")
+    labels = tokens.masked_fill(torch.rand(2, 64, device="cuda") < 0.6, -100)
+    slothplug.patch(model, {"ops": ["head"]})
+
+    def step(one: torch.nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = one(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        return loss.detach()
+
+    step(model)
+    model.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = step(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(loss, step(stock))
+    for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
