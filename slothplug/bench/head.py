@@ -50,7 +50,8 @@ CASES = tuple(
 
 
 def _slothplug() -> Loss:
-    from slothplug.kernels.linear_cross_entropy import EpilogueStep, linear_cross_entropy
+    from slothplug.kernels.cross_entropy import EpilogueStep
+    from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, num_items: int) -> torch.Tensor:
         # Here num_items is the number of labels that count, which a patched model knows without waiting for the GPU.

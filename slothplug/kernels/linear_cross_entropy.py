@@ -43,90 +43,33 @@ float32, 4 H V for a weight that is not float32.
 from __future__ import annotations
 
 import contextlib
-import functools
-import struct
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from slothplug.kernels.backend import Backend, primitives_on
+from slothplug.kernels.cross_entropy import (
+    Epilogue,
+    EpilogueStep,
+    Primitives,
+    Terms,
+    TorchPrimitives,
+    Upstream,
+    compose,
+    loss_arithmetic,
+    slice_upstream,
+    times,
+)
 from slothplug.kernels.once_differentiable import once_differentiable
+from slothplug.kernels.products import accumulate, product, returns_float32
 
 Reduction = Literal["mean", "sum", "none"]
-# What a model does to its logits before the loss: ("mul", factor), ("div", divisor), ("tanh", None), ("cast", dtype).
-EpilogueStep = tuple[Literal["mul", "div", "tanh", "cast"], Any]
-
 # Rows of the chunk buffer start at multiples of this many elements, 128 bytes in bfloat16: matrix products and 16-byte
 # loads stay aligned for every vocabulary (Llama's 128256 needs no padding, 65537 does).
 _ROW_ALIGNMENT = 64
 # Chunks are multiples of the tile height of matrix products, so that no product ends in a partial tile but the last.
 _CHUNK_ALIGNMENT = 128
-# Where a product cannot return float32, the weight's gradient takes this many rows at a time: 134 MB of scratch
-# at H = 4096.
-_ACCUMULATION_ROWS = 8192
-# The torch backend works in the loss's dtype on this many logits at a time: 64 MiB a temporary.
-_TORCH_BLOCK = 2**24
-
-
-class Epilogue(NamedTuple):
-    """``outer * tanh(inner * x)``, or ``inner * x`` without ``tanh``; the result's dtype is ``dtype``."""
-
-    inner: float
-    tanh: bool
-    outer: float
-    dtype: torch.dtype
-
-
-class Terms(NamedTuple):
-    """What tells one loss from another. ``class_weight`` is [V]; its sum, 0-d, is given where smoothing needs it.
-
-    ``slope`` is the constant part of the epilogue's derivative, ``inner * outer``, or 1 where the caller multiplies.
-    """
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    epilogue: Epilogue
-    slope: float
-    class_weight: torch.Tensor | None
-    class_weight_sum: torch.Tensor | None
-
-
-class Upstream(NamedTuple):
-    """What d logits are multiplied by before they are rounded: ``grad / divisor``, None standing for 1.
-
-    ``grad`` is 0-d or [rows], any stride; ``divisor`` is 0-d.
-    """
-
-    grad: torch.Tensor | None
-    divisor: torch.Tensor | None
-
-
-class Primitives(Protocol):
-    """What a backend implements."""
-
-    @staticmethod
-    def cross_entropy_rows(
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        losses: torch.Tensor | None,
-        terms: Terms,
-        upstream: Upstream | None,
-    ) -> None:
-        """Writes the losses into ``losses``, where given, and d logits over the logits, where ``upstream`` is given.
-
-        ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements and the
-        elements between V and the stride may be written too. ``labels`` [rows] are in range or ``ignore_index``;
-        ``losses`` [rows] has the dtype of ``loss_arithmetic``.
-        """
-
-    @staticmethod
-    def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes ``gradient * factor``, rounded once, into ``out``. Both are [rows, width] or [width] and contiguous.
-
-        ``factor`` is 0-d, or [rows]; it has the dtype of the gradient.
-        """
 
 
 class _Options(NamedTuple):
@@ -229,30 +172,15 @@ def linear_cross_entropy(
         reduction,
         label_smoothing,
         z_loss,
-        _compose(epilogue, hidden.dtype),
+        compose(epilogue, hidden.dtype),
         max_valid,
         chunk_bytes,
         torch.is_grad_enabled(),
     )
     on: Backend = "torch" if loss_arithmetic(hidden.dtype) is torch.float64 else backend
-    primitives = primitives_on(on, _TorchPrimitives, "cross_entropy")
+    primitives = primitives_on(on, TorchPrimitives, "cross_entropy")
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, class_weight, options, primitives)
     return loss
-
-
-def loss_arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which the loss of logits of ``dtype`` is computed: float32, and float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def split(factor: float) -> tuple[float, float]:
-    """``factor`` as the sum of two float32 numbers.
-
-    x * high + x * low is x * factor with an error that does not have the same sign for every x; x * float32(factor) is
-    not.
-    """
-    high = struct.unpack("f", struct.pack("f", factor))[0]
-    return high, factor - high
 
 
 def _check(
@@ -286,23 +214,6 @@ def _check(
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes is positive, not {chunk_bytes}")
-
-
-def _compose(steps: Sequence[EpilogueStep], dtype: torch.dtype) -> Epilogue:
-    """The steps as one ``Epilogue``; factors are multiplied in float64."""
-    factors, tanh = [1.0, 1.0], False
-    for name, value in steps:
-        if name == "mul":
-            factors[tanh] *= value
-        elif name == "div":
-            factors[tanh] /= value
-        elif name == "cast":
-            dtype = value
-        elif name == "tanh" and not tanh:
-            tanh = True
-        else:
-            raise ValueError(f"an epilogue has steps 'mul', 'div', 'cast' and at most one 'tanh', got {tuple(steps)}")
-    return Epilogue(factors[0], tanh, factors[1], dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -377,22 +288,7 @@ def _exact_ahead(hidden: torch.Tensor) -> bool:
     """True where the gradients may be computed before the upstream gradient is known; see the top of the file."""
     if not _rounds(hidden):
         return True
-    return hidden.dtype is torch.bfloat16 and _returns_float32("mm", hidden.device, hidden.dtype)
-
-
-@functools.cache
-def _returns_float32(product: Literal["mm", "addmm"], device: torch.device, dtype: torch.dtype) -> bool:
-    """True where the product takes ``out_dtype``: on CUDA mm since torch 2.8, addmm onto a float32 tensor later."""
-    operand = torch.zeros(16, 16, dtype=dtype, device=device)
-    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
-    try:
-        if product == "mm":
-            torch.mm(operand, operand, out_dtype=torch.float32, out=total)
-        else:
-            torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return True
+    return hidden.dtype is torch.bfloat16 and returns_float32("mm", hidden.device, hidden.dtype)
 
 
 def _participants(hidden: torch.Tensor, labels: torch.Tensor, options: _Options) -> _Rows:
@@ -505,11 +401,13 @@ def _sweep(
         chunk, labels, logits = rows.chunk(start, stop), rows.labels[start:stop], buffer[: stop - start]
         _project(chunk, head, logits)
         row_losses = None if losses is None else losses[start:stop]
-        head.primitives.cross_entropy_rows(logits, labels, row_losses, head.terms, _slice(upstream, start, stop))
+        head.primitives.cross_entropy_rows(
+            logits, labels, row_losses, head.terms, slice_upstream(upstream, start, stop)
+        )
         if grad_hidden is not None:
-            _product(logits, weight, grad_hidden[start:stop])
+            product(logits, weight, grad_hidden[start:stop])
         if grad_weight is not None:
-            _accumulate(grad_weight, logits.t(), chunk, first=start == 0)
+            accumulate(grad_weight, logits.t(), chunk, first=start == 0)
         if grad_bias is not None:
             grad_bias += logits.sum(0, dtype=arithmetic)
     return _Gradients(grad_hidden, grad_weight, grad_bias)
@@ -520,42 +418,6 @@ def _project(chunk: torch.Tensor, head: _Head, out: torch.Tensor) -> None:
         torch.mm(chunk, head.weight.t(), out=out)
     else:
         torch.addmm(head.bias, chunk, head.weight.t(), out=out)
-
-
-def _slice(upstream: Upstream | None, start: int, stop: int) -> Upstream | None:
-    if upstream is None or upstream.grad is None or upstream.grad.ndim == 0:
-        return upstream
-    return Upstream(upstream.grad[start:stop], upstream.divisor)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def _accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
-    """``total += a @ b``, for the ``first`` ``total = a @ b``; nothing is rounded to less than total's dtype."""
-    if a.dtype == total.dtype:
-        torch.addmm(total, a, b, beta=0 if first else 1, out=total)
-    elif _returns_float32("addmm", a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=0 if first else 1, out=total)
-    else:
-        _accumulate_by_rows(total, a, b, first)
-
-
-def _accumulate_by_rows(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
-    """The same where addmm cannot: some rows of ``total`` at a time, so that the scratch stays far below its size."""
-    native = _returns_float32("mm", a.device, a.dtype)
-    b = b if native else b.to(total.dtype)
-    for block, part in zip(total.split(_ACCUMULATION_ROWS), a.split(_ACCUMULATION_ROWS), strict=True):
-        if not native:
-            torch.addmm(block, part.to(total.dtype), b, beta=0 if first else 1, out=block)
-        elif first:
-            torch.mm(part, b, out_dtype=total.dtype, out=block)
-        else:
-            block += torch.mm(part, b, out_dtype=total.dtype)
 
 
 def _reduce(
@@ -580,7 +442,7 @@ def _scale_ahead(
     """The forward's gradients times the upstream gradient; one rounding, to the operands' dtype, and out of place."""
     options: _Options = ctx.options
     arithmetic = loss_arithmetic(ctx.dtype)
-    factor = _times(grad_output.to(arithmetic), _left_to_backward(options, ctx.dtype))
+    factor = times(grad_output.to(arithmetic), _left_to_backward(options, ctx.dtype))
     if divisor is not None and ctx.dtype == arithmetic:
         factor = factor / divisor  # where d logits were rounded they were divided before
     # Loss / num_items with no item has an upstream gradient of inf, and a row without loss a gradient of 0 all the
@@ -618,97 +480,3 @@ def _recompute(
     rows = _Rows(hidden, labels, keep)
     gradients = _sweep(rows, head, None, Upstream(grad, divisor), ctx.needs_input_grad[:3], hidden.dtype)
     return _Gradients(*(None if gradient is None else gradient.to(hidden.dtype) for gradient in gradients))
-
-
-class _TorchPrimitives:
-    @staticmethod
-    def cross_entropy_rows(
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        losses: torch.Tensor | None,
-        terms: Terms,
-        upstream: Upstream | None,
-    ) -> None:
-        step = max(1, _TORCH_BLOCK // logits.shape[1])
-        for start in range(0, logits.shape[0], step):
-            block, stop = logits[start : start + step], start + step
-            loss, gradient = _block(block, labels[start:stop], terms, _slice(upstream, start, stop))
-            if losses is not None:
-                losses[start:stop] = loss
-            if gradient is not None:
-                block.copy_(gradient)
-
-    @staticmethod
-    def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mul(gradient, factor.unsqueeze(1) if factor.ndim else factor, out=out)
-
-
-def _block(
-    logits: torch.Tensor, labels: torch.Tensor, terms: Terms, upstream: Upstream | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Losses [rows] and, with ``upstream``, d logits [rows, V] of a few rows, in the loss's arithmetic."""
-    counted = labels != terms.ignore_index
-    target = torch.where(counted, labels, 0).unsqueeze(1)
-    nll_share: Any = 1.0 - terms.label_smoothing
-    if terms.class_weight is not None:
-        nll_share = nll_share * terms.class_weight[target]
-    smooth_share = terms.label_smoothing / logits.shape[1]
-    weight_sum = logits.shape[1] if terms.class_weight_sum is None else terms.class_weight_sum
-
-    z, tanh = _apply_epilogue(logits.to(loss_arithmetic(logits.dtype)), terms.epilogue)
-    top = z.amax(1, keepdim=True)
-    shifted = z - top
-    picked = shifted.gather(1, target)
-    if smooth_share:
-        spread = shifted if terms.class_weight is None else shifted * terms.class_weight
-        spread = spread.sum(1, keepdim=True)
-    p = shifted.exp_()
-    total = p.sum(1, keepdim=True)
-    log_total = total.log()
-    lse = top + log_total
-
-    loss, slope = nll_share * (log_total - picked), nll_share
-    if smooth_share:
-        loss = loss + smooth_share * (weight_sum * log_total - spread)
-        slope = slope + smooth_share * weight_sum
-    if terms.z_loss:
-        loss = loss + terms.z_loss * lse.square()
-        slope = slope + 2.0 * terms.z_loss * lse
-    loss = torch.where(counted, loss.squeeze(1), 0.0)
-    if upstream is None:
-        return loss, None
-
-    gradient = p.div_(total).mul_(slope)
-    if smooth_share:
-        gradient -= smooth_share if terms.class_weight is None else smooth_share * terms.class_weight
-    gradient.scatter_(1, target, gradient.gather(1, target) - nll_share)
-    _multiply_upstream(gradient, upstream)
-    if tanh is not None:
-        gradient *= 1.0 - tanh.square()
-    gradient = _times(gradient, terms.slope)
-    return loss, gradient.masked_fill_(~counted.unsqueeze(1), 0.0)
-
-
-def _apply_epilogue(x: torch.Tensor, epilogue: Epilogue) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logits after the epilogue, and the tanh in it."""
-    x = _times(x, epilogue.inner)
-    if not epilogue.tanh:
-        return x, None
-    tanh = torch.tanh(x)
-    return _times(tanh, epilogue.outer), tanh
-
-
-def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor == 1.0:
-        return x
-    high, low = split(factor)
-    return torch.add(x * high, x, alpha=low)
-
-
-def _multiply_upstream(gradient: torch.Tensor, upstream: Upstream) -> None:
-    grad, divisor = upstream
-    if grad is None and divisor is None:
-        return
-    scale: Any = 1.0 if grad is None else grad.to(gradient.dtype)
-    scale = scale if divisor is None else scale / divisor
-    gradient *= scale if scale.ndim == 0 else scale.unsqueeze(1)

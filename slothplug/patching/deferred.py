@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from slothplug.errors import StaleLogitsError
-from slothplug.kernels.linear_cross_entropy import EpilogueStep
+from slothplug.kernels.cross_entropy import EpilogueStep
 from slothplug.patching.sites import Calls
 
 aten = torch.ops.aten

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slothplug.kernels.linear_cross_entropy as module
 from slothplug.exactness import OP_DRAWS, Exactness
+from slothplug.kernels import products
 from slothplug.kernels.backend import Backend
-from slothplug.kernels.linear_cross_entropy import EpilogueStep, Reduction, chunk_rows, linear_cross_entropy
+from slothplug.kernels.cross_entropy import EpilogueStep
+from slothplug.kernels.linear_cross_entropy import Reduction, chunk_rows, linear_cross_entropy
 
 # The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -223,7 +225,7 @@ def test_options_as_exact_as_stock(
 def test_bfloat16_ahead_as_exact_as_stock(how: str, epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does with bfloat16, gradients ahead and kept in float32, with its float32 product emulated."""
     monkeypatch.setattr(module, "_exact_ahead", lambda hidden: True)
-    monkeypatch.setattr(module, "_product", lambda a, b, out: out.copy_(a.float() @ b.float()))
+    monkeypatch.setattr(module, "product", lambda a, b, out: out.copy_(a.float() @ b.float()))
     draw = exactness_draw(
         torch.bfloat16, torch.device("cpu"), how, False, "torch", (6, 32, 257), epilogue=EPILOGUES[epilogue]
     )
@@ -249,11 +251,11 @@ def test_weight_gradient_is_accumulated_in_float32(backend: Backend, device: tor
 
 
 def test_accumulation_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ACCUMULATION_ROWS", 7)
+    monkeypatch.setattr(products, "_ROWS", 7)
     a, b = torch.randn(2, 5, 20, dtype=torch.bfloat16), torch.randn(2, 5, 3, dtype=torch.bfloat16)
     total = torch.full((20, 3), torch.nan)
     for index in range(2):
-        module._accumulate(total, a[index].t(), b[index], first=index == 0)
+        products.accumulate(total, a[index].t(), b[index], first=index == 0)
     torch.testing.assert_close(total, sum(x.float().t() @ y.float() for x, y in zip(a, b, strict=True)))
 
 

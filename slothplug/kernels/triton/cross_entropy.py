@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slothplug.kernels.linear_cross_entropy import Epilogue, Terms, Upstream, split
+from slothplug.kernels.cross_entropy import Epilogue, Terms, Upstream, split
 from slothplug.kernels.triton.launch import launch
 from slothplug.kernels.triton.offline import OfflineCase, noted_launches
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slothplug.hookspecs import hookimpl
-from slothplug.kernels.linear_cross_entropy import EpilogueStep, linear_cross_entropy
+from slothplug.kernels.cross_entropy import EpilogueStep
+from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.patching.call import current_call
 from slothplug.patching.deferred import Product
 from slothplug.patching.label_count import Bound
