@@ -101,5 +101,6 @@ def _explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"{FLAG}.{path} is not a setting.{_nearest(path, known)} Settings: {', '.join(known)}.")
         else:
-            lines.append(f"{FLAG}.{path} is {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}.")
+            message = item["msg"].replace("valid tuple", "list of names")
+            lines.append(f"{FLAG}.{path} is {item['input']!r}: {message[0].lower()}{message[1:]}.")
     return "\n".join(lines)

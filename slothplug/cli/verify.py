@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,8 +48,12 @@ def run_verify(request: Request) -> int:
     model = model_of(request)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"{type(model).__name__}, {parameters / 1e6:.1f}M parameters, {request.dtype}", highlight=False)
-    with console.status("Comparing stock and patched with float64"):
-        verdict = compare(model, Settings(), request.draws, request.tokens)
+    with console.status("Proving the sites") as status:
+
+        def say(draw: int) -> None:
+            status.update(f"Comparing stock and patched with float64: batch {draw + 1} of {request.draws}")
+
+        verdict = compare(model, Settings(), request.draws, request.tokens, say)
     console.print(str(verdict.report), markup=False, highlight=False, soft_wrap=True)
     console.print(_table(verdict))
     console.print(
@@ -60,10 +65,10 @@ def run_verify(request: Request) -> int:
         for name, reason in verdict.unequal.items():
             console.print(f"[red]worse than stock[/red]: {name}: {reason}", highlight=False)
         return 1
-    idle = _never_ran(verdict.report)
-    if idle:
-        for line in idle:
-            console.print(f"[red]not compared[/red]: {line}", highlight=False)
+    idle = verdict.report.idle()
+    if idle:  # equal numbers say nothing about these
+        for op, reason in idle.items():
+            console.print(f"[red]not compared[/red]: {op} was fused and never ran fused ({reason})", highlight=False)
         return 1
     if not verdict.report.fused:
         console.print("[yellow]nothing was fused[/yellow]: both sides are stock", highlight=False)
@@ -72,18 +77,9 @@ def run_verify(request: Request) -> int:
     return 0
 
 
-def _never_ran(report: Report) -> list[str]:
-    """Operations with fused sites of which none answered a call, and why: equal numbers say nothing about them."""
-    lines = []
-    for op, sites in report.by_op().items():
-        fused = [site for site in sites if site.status == "fused"]
-        if fused and not any(site.calls.served for site in fused):
-            reasons = sorted({reason for site in fused for reason in site.calls.fallbacks}) or ["never called"]
-            lines.append(f"{op} was fused at {len(fused)} sites and never ran fused ({'; '.join(reasons)})")
-    return lines
-
-
-def compare(model: nn.Module, settings: Settings, draws: int, tokens: int) -> Verdict:
+def compare(
+    model: nn.Module, settings: Settings, draws: int, tokens: int, on_draw: Callable[[int], None] = lambda draw: None
+) -> Verdict:
     """Loss, logits and every gradient of ``model``, stock and patched, against its float64 reference.
 
     The reference has the same weights, widened. The patched model is a copy: ``model`` stays as it is.
@@ -93,10 +89,12 @@ def compare(model: nn.Module, settings: Settings, draws: int, tokens: int) -> Ve
         settings: of the patch.
         draws: random batches of [2, tokens] whose errors are pooled; at least 2, for the bias to be judged.
         tokens: length of their rows.
+        on_draw: called with the number of each batch before it is computed.
     """
     reference, patched = copy.deepcopy(model).double(), copy.deepcopy(model)
     verdict = Verdict(slothplug.patch(patched, settings), next(model.parameters()).dtype)
     for draw in range(draws):
+        on_draw(draw)
         batch = _batch(model, draw, tokens)
         expected, theirs, ours = (
             _step(reference, batch, draw, Float64()),

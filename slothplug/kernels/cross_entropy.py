@@ -198,7 +198,8 @@ def times(x: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1.0:
         return x
     high, low = split(factor)
-    return torch.add(x * high, x, alpha=low)
+    # An infinite logit has no low part: inf * 0 and inf - inf are nan.
+    return x * high + (x * low).masked_fill_(x.isinf(), 0.0)
 
 
 def _multiply_upstream(gradient: torch.Tensor, upstream: Upstream) -> None:

@@ -5,10 +5,10 @@ small launches for each decoder layer of a Llama, and as many again where checkp
 that the last call asked for are cast together when the next one asks for the first of them, and serve that call and its
 recompute.
 
-No copy outlives the call after it was made: the next one casts again. A parameter's ``_version`` would not tell whether
-a copy is current, since fused optimizers and writes through ``.data`` leave it as it was. Sharding engines give a
-parameter other memory while its layer runs; a copy belongs to one address and one shape, so theirs are cast where they
-are used.
+No copy outlives the call after it was made: the next one casts again. A parameter's ``_version`` alone would not tell
+whether a copy is current, since fused optimizers and writes through ``.data`` leave it as it was; it tells of writes
+within a call, such as a hook's. Sharding engines give a parameter other memory while its layer runs; a copy belongs to
+one address and one shape, so theirs are cast where they are used.
 """
 
 from __future__ import annotations
@@ -25,23 +25,29 @@ from slothplug.patching.sites import plain
 
 
 class _Copy(NamedTuple):
-    """A parameter's values in another dtype, and the address at which they were read."""
+    """A parameter's values in another dtype, and the address and version at which they were read."""
 
     tensor: torch.Tensor
     parameter: weakref.ref[torch.Tensor]
     address: int
+    version: int
 
     @classmethod
     def of(cls, parameter: torch.Tensor, tensor: torch.Tensor) -> _Copy:
-        return cls(tensor, weakref.ref(parameter), parameter.data_ptr())
+        return cls(tensor, weakref.ref(parameter), parameter.data_ptr(), _version(parameter))
 
     def serves(self, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
         return (
             self.parameter() is parameter
             and self.address == parameter.data_ptr()
+            and self.version == _version(parameter)
             and self.tensor.shape == parameter.shape
             and self.tensor.dtype is dtype
         )
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
 
 
 class Casts:

@@ -126,7 +126,7 @@ class Product:
         elif self._optimizer_steps is not None and self._optimizer_steps != _optimizer_steps_so_far():
             event = "an optimizer stepped"
         elif self._versions != self._current_versions():
-            event = "the output head's weights or the hidden states were written in place"
+            event = "the output head's weights or the hidden states were written or replaced"
         else:
             return
         raise StaleLogitsError(
@@ -145,9 +145,10 @@ class Product:
     def _head_trains(self) -> bool:
         return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
 
-    def _current_versions(self) -> tuple[int, ...]:
-        tensors = (self.hidden, self.weight, self.bias)
-        return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
+    def _current_versions(self) -> tuple[tuple[torch.dtype, int, int], ...]:
+        """What tells that a tensor is another than it was. A write through ``.data`` into its memory does not."""
+        tensors = (tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None)
+        return tuple((t.dtype, t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
 
 
 class Deferred:

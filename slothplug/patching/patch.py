@@ -66,6 +66,7 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
         The report; ``report.undo()`` makes the model what it was.
 
     Raises:
+        TypeError: ``model`` is no ``torch.nn.Module``.
         SettingsError: a setting is not valid, or asks for a backend that cannot serve the model's device.
         ConflictError: the model was already changed by Liger, Unsloth or Axolotl's kernels, or is patched with other
             settings.
@@ -93,6 +94,8 @@ def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings
 
 def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn.Module]]:
     """The report, and the modules that got a private class; none has one if an exception is raised."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"slothplug patches a torch.nn.Module, not a {type(model).__name__}.")
     wrappers, core = wrappers_and_core(model)
     known = [operation.name for operation in operations()]
     if settings is None:
@@ -227,13 +230,16 @@ def _proved_sites(
 
 def _verdict(site: Site, settings: Settings) -> str | None:
     """Why the probe refuses ``site``, or None; compares each verdict key once a process."""
-    key = (site.op, site.verdict_key, site.kernel.name, site.kernel.backend, site.device.type)
+    # The class's forward is part of it: somebody may have replaced that one since.
+    forward = stock_class(site.module).forward
+    key = (site.op, site.verdict_key, site.kernel.name, site.kernel.backend, site.device.type, forward)
     if not settings.verify:
         return None
     if key not in _verdicts:
         with preserved_rng():
             try:
-                _verdicts[key] = site.prove()
+                reason = site.prove()
+                _verdicts[key] = f"kernel {site.kernel.name}: {reason}" if reason else None
             except Exception as error:  # a probe that cannot run is a site that cannot be proved, this time
                 return f"its probe failed: {type(error).__name__}: {error}"
     return _verdicts[key]
@@ -275,9 +281,10 @@ def _conclude(report: Report, core: nn.Module) -> None:
     if report.settings.strict and (unexcused or not report.fused):
         raise NothingFusedError(_why_strict_refuses(report, unexcused))
     if not report.fused:
+        wanted = any(report.settings.wants(op) for op in report.operations)
+        why = f"nothing in {stock_class(core).__name__} could be fused" if wanted else "its settings leave no operation"
         warnings.warn(
-            f"use_fast_kernels is on, but nothing in {stock_class(core).__name__} could be fused; "
-            f"it trains as stock does.\n{report}",
+            f"use_fast_kernels is on, but {why}; the model trains as stock does.\n{report}",
             NothingFusedWarning,
             stacklevel=4,
         )

@@ -102,6 +102,16 @@ class Report:
             "notes": list(self.notes),
         }
 
+    def idle(self) -> dict[str, str]:
+        """Operations with fused sites of which none has answered a call, and why."""
+        found = {}
+        for op, sites in self.by_op().items():
+            fused = [site for site in sites if site.status == "fused"]
+            if fused and not any(site.calls.served for site in fused):
+                reasons = sorted({reason for site in fused for reason in site.calls.fallbacks})
+                found[op] = "; ".join(reasons) or "never called"
+        return found
+
     def summary(self) -> str:
         """One line: what was fused, how much was left."""
         parts = []
@@ -158,6 +168,9 @@ class Report:
         for (what, op, reason), names in groups.items():
             where = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
             lines.append(f"{what}: {op} at {where} - {reason}")
+        if any(site.calls.served for site in self.fused):
+            lines += [f"idle: {op} - {reason}" for op, reason in self.idle().items() if reason == "never called"]
+        lines += [f"skipped: {op}, by the settings" for op in self.operations if not self.settings.wants(op)]
         return lines + [f"note: {note}" for note in self.notes]
 
 

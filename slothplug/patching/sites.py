@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from slothplug.kernels.backend import choose_backend, why_not_triton
 from slothplug.settings import Settings
@@ -216,10 +217,11 @@ def plain(tensor: object) -> TypeGuard[torch.Tensor]:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody is called with this module, or in place of its forward."""
+    """Whether somebody is called with this module, as with every module, or in place of its forward."""
     own = module.__dict__
     return bool(
-        own["_forward_hooks"]
+        torch_module._has_any_global_hook()
+        or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]

@@ -169,4 +169,4 @@ def test_fused_sites_that_never_ran_are_no_equality(config: Path, monkeypatch: p
     monkeypatch.setattr(verify, "Settings", lambda: NORM_ONLY)
     result = runner.invoke(app, ["verify", str(config), "--layers", "1", "--draws", "2", "--device", "cpu"])
     assert result.exit_code == 1
-    assert "rms_norm was fused at 3 sites and never ran fused (always)" in " ".join(result.output.split())
+    assert "rms_norm was fused and never ran fused (always)" in " ".join(result.output.split())

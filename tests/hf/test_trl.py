@@ -86,13 +86,27 @@ def test_sft(tmp_path: Path, tokenizer: Any, way: str, lora: bool) -> None:
             frontdoor.install()
             flag = {"use_fast_kernels": True}
         model = with_lora(llama()) if lora else llama()
-        _sft(tmp_path, tokenizer, model, losses, *callbacks, **flag).train()
+        trainer = _sft(tmp_path, tokenizer, model, losses, *callbacks, **flag)
+        trainer.train()
         assert bool(patched_modules(model)) == (fast != "")
+        if fast:
+            check_that_nothing_was_fused_in_vain(trainer)
         return losses.seen
 
     stock = run("")
     assert len(stock) == 3
     assert run(way) == pytest.approx(stock, abs=1e-5)
+
+
+def check_that_nothing_was_fused_in_vain(trainer: Any) -> None:
+    """Where TRL computes the loss itself, from the head's weight, the report says so; else the fused head served."""
+    ours = next(one for one in trainer.callback_handler.callbacks if isinstance(one, FastKernelsCallback))
+    assert ours.report.idle() == {}
+    [head] = ours.report.by_op()["head"]
+    if hasattr(trl.trainer.sft_trainer, "add_fused_lm_head"):
+        assert head.reason == "TRL's own fused head computes the loss of this model"
+    else:
+        assert head.status == "fused"
 
 
 @needs_dpo

@@ -495,6 +495,26 @@ def test_all_labels_ignored(max_valid: int | None, dtype: torch.dtype, backend: 
         assert all((gradient == 0).all() for gradient in got[1:])
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("steps", [(), (("mul", 0.0625),), (("div", 8.0),), (("mul", 0.1),), EPILOGUES["softcap"][:3]])
+def test_infinite_logits(steps: tuple[EpilogueStep, ...], value: float, backend: Backend, device: torch.device) -> None:
+    """A bias of -inf on padding words, or a half-precision logit that overflows below a soft cap."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 16).to(device), torch.randn(10, 16).to(device)
+    bias, labels = torch.zeros(10, device=device), torch.tensor([1, 2, 3, IGNORED], device=device)
+    bias[9] = value
+
+    def run(function: Callable[..., Tensor], **extra: Any) -> list[Tensor]:
+        return differentiate(
+            lambda h, w, b: function(h, w, labels, bias=b, epilogue=steps, **extra), 1.0, hidden, weight, bias
+        )
+
+    for mine, theirs in zip(run(linear_cross_entropy, backend=backend), run(stock), strict=True):
+        # Where the loss is nan stock has nan in the gradients of ignored rows as well.
+        torch.testing.assert_close(mine.where(theirs.isfinite(), 0.0), theirs.where(theirs.isfinite(), 0.0))
+        assert theirs.isfinite().all() or not mine.isfinite().all()
+
+
 def test_class_weights_that_add_up_to_nothing(backend: Backend, device: torch.device) -> None:
     hidden, weight = torch.randn(2, 3).to(device), torch.randn(4, 3).to(device)
     labels, class_weight = torch.tensor([1, 2]).to(device), torch.tensor([1.0, 0.0, 0.0, 1.0]).to(device)

@@ -171,3 +171,25 @@ def test_a_parameter_in_other_memory_is_cast_where_it_is_used(adapted: nn.Module
     for model in (adapted, fresh):
         model.base_model.model.model.layers[1].self_attn.register_forward_pre_hook(give_other_values)
     assert torch.equal(autocast_loss(adapted), autocast_loss(fresh))
+
+
+def test_a_hook_that_writes_factors_within_the_call_is_heard(adapted: nn.Module) -> None:
+    """Weights that are streamed into a fixed buffer, or noise on them: same memory, written after the call began."""
+
+    def losses(model: nn.Module) -> list[torch.Tensor]:
+        layer = model.get_submodule("base_model.model.model.layers.1")
+        factors = [parameter for name, parameter in layer.named_parameters() if "lora_B" in name]
+
+        def grow(*_: Any) -> None:
+            with torch.no_grad():
+                for factor in factors:
+                    factor.mul_(3.0)
+
+        layer.register_forward_pre_hook(grow)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [model(input_ids=IDS, labels=IDS).loss.detach() for _ in range(3)]
+
+    fast = copy.deepcopy(adapted)
+    slothplug.patch(fast)
+    for mine, theirs in zip(losses(fast), losses(adapted), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=0)

@@ -628,3 +628,49 @@ def test_merged_and_unloaded_adapters() -> None:
     assert_same(step(merged[0]), step(merged[1]))
     slothplug.unpatch(merged[0])
     assert not any(is_patched(module) for module in merged[0].modules())
+
+
+def _scaled_everywhere(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return output * 1.5 if isinstance(module, nn.SiLU) else None
+
+
+def test_a_hook_on_every_module_is_heard_by_an_activation() -> None:
+    def loss(patched: bool) -> torch.Tensor:
+        model = full()
+        if patched:
+            slothplug.patch(model)
+        handle = nn.modules.module.register_module_forward_hook(_scaled_everywhere)
+        try:
+            found: torch.Tensor = model(input_ids=IDS, labels=IDS).loss
+        finally:
+            handle.remove()
+        return found
+
+    torch.testing.assert_close(loss(patched=True), loss(patched=False))
+
+
+def test_a_verdict_is_not_kept_for_a_class_with_another_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    slothplug.patch(lora())
+    forward = peft.tuners.lora.Linear.forward
+    monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda self, *a, **k: forward(self, *a, **k) * 1.5)
+    stock, model = lora(), lora()
+    report = slothplug.patch(model)
+    assert not [site for site in report.fused if site.op == "lora"]
+    torch.testing.assert_close(model(input_ids=IDS, labels=IDS).loss, stock(input_ids=IDS, labels=IDS).loss)
+    monkeypatch.undo()
+    assert [site for site in slothplug.patch(lora()).fused if site.op == "lora"]
+
+
+def _replace_data(model: nn.Module) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data * 0.5
+
+
+@pytest.mark.parametrize("change", [_replace_data, lambda model: model.to(torch.bfloat16)], ids=[".data", "to"])
+def test_logits_of_weights_that_were_replaced_are_refused(change: Callable[[nn.Module], object]) -> None:
+    model = full()
+    slothplug.patch(model)
+    with torch.no_grad():
+        output = model(input_ids=IDS, labels=IDS)
+    change(model)
+    with pytest.raises(slothplug.StaleLogitsError, match=r"written or replaced.*keep_logits: true"):
+        output.logits.sum()

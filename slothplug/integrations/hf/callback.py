@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slothplug.integrations.hf.throughput import Throughput
+from slothplug.patching.ops.head import trl_computes_the_loss
 from slothplug.patching.patch import patch
 from slothplug.patching.report import Report
 from slothplug.patching.unwrap import wrappers_and_core
@@ -66,6 +67,9 @@ class FastKernelsCallback(TrainerCallback):
         _set_log_level(args)
         if self._seen is None or self._seen.differs_from(model):
             self._patch(model, self.settings)
+        elif self.report is not None and _lost_its_head(self.report, model):
+            self.report.undo()
+            self._patch(model, self.settings)
         reference = getattr(_calling_trainer(), "ref_model", None)
         if reference is not None and self.reference_report is None:
             self.reference_report = patch(reference, self.settings)
@@ -95,7 +99,7 @@ class FastKernelsCallback(TrainerCallback):
             return
         logger.info("slothplug: %s", self._throughput.finish())
         self._throughput = None
-        if self.report and any(site.calls.fallbacks for site in self.report.fused):
+        if self.report and (any(site.calls.fallbacks for site in self.report.fused) or self.report.idle()):
             logger.info("%s", self.report)
 
     def _patch(self, model: nn.Module, settings: Settings) -> None:
@@ -121,6 +125,12 @@ class Seen:
         if core is not self._core():
             return True
         return not _is_sharded(model) and _identities(core) != self._modules
+
+
+def _lost_its_head(report: Report, model: nn.Module) -> bool:
+    """Whether nobody calls the fused head any more: TRL's trainers put a head of their own on the model they built."""
+    fused = any(site.op == "head" for site in report.fused)
+    return fused and not _is_sharded(model) and trl_computes_the_loss(wrappers_and_core(model)[1])
 
 
 def _identities(core: nn.Module) -> list[tuple[int, type]]:

@@ -137,9 +137,9 @@ def _exp(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _times(x: tl.tensor, high: tl.tensor, low: tl.tensor, NEEDED: tl.constexpr) -> tl.tensor:
-    """x times a factor given as the sum of two float32."""
+    """x times a factor given as the sum of two float32; an infinite x has no low part, as inf - inf is nan."""
     if NEEDED:
-        x = x * high + x * low
+        x = x * high + tl.where(tl.abs(x) == float("inf"), 0.0, x * low)
     return x
 
 

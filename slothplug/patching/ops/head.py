@@ -169,15 +169,16 @@ def _refusal_of(head: nn.Module, model: nn.Module, settings: Settings) -> Refusa
         return Refusal(f"the head is {base.__module__}.{base.__qualname__}, not a plain linear layer")
     if settings.keep_logits:
         return Refusal("keep_logits is set", excused=True)
-    if _trl_computes_the_loss(model):
+    if trl_computes_the_loss(model):
         return Refusal("TRL's own fused head computes the loss of this model", excused=True)
     return None
 
 
-def _trl_computes_the_loss(model: nn.Module) -> bool:
+def trl_computes_the_loss(model: nn.Module) -> bool:
     """Whether TRL put its fused head on the model: it reads the head's weight and never calls the head."""
-    forward = getattr(model.__dict__.get("forward"), "__func__", None)
-    return isinstance(forward, FunctionType) and forward.__globals__["__name__"].startswith("trl.")
+    # accelerate wraps a model's forward in autocast and keeps the one that was there.
+    forwards = [getattr(model.__dict__.get(name), "__func__", None) for name in ("forward", "_original_forward")]
+    return any(isinstance(f, FunctionType) and f.__globals__["__name__"].startswith("trl.") for f in forwards)
 
 
 def prove(head: nn.Module, kernel: Kernel) -> str | None:

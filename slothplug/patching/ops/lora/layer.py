@@ -101,6 +101,8 @@ def adapted(module: nn.Module) -> Adapted | Refusal:
     # An output layer that was patched before PEFT wrapped it is one still.
     if type(base) is not nn.Linear and stock_class(base) is not nn.Linear:
         return Refusal("a part of it is not an nn.Linear")
+    if torch_module._has_any_global_hook():
+        return Refusal("hooks on every module are set")
     if hooked(module) or hooked(base) or hooked(first) or hooked(second):
         return Refusal("it or a part of it has hooks, or a forward set by somebody else")
     active_dropout = None
@@ -113,8 +115,6 @@ def adapted(module: nn.Module) -> Adapted | Refusal:
         return Refusal("its dropout has hooks")
     if not own.get("cast_input_dtype_enabled", True):
         return Refusal("casting of the adapter's input is switched off")
-    if torch_module._has_any_global_hook():
-        return Refusal("hooks on every module are set")
     return _operand(base, first, second, own["scaling"][name], active_dropout)
 
 
