@@ -5,13 +5,14 @@
 All run in one process, but for Unsloth, which has one of its own. ``of bare products`` is the time over that of the
 matrix products alone which any implementation must do (two with a frozen head, three with a trainable one, at full
 size); provider and products take turns, so that both meet the clocks that such work leaves the GPU. ``extra`` is the
-peak of GPU memory less inputs and gradients. ``error`` is the norm of the gradients' error against float64 over that of
-stock's error: a peer whose error is above 1.25 computes something less exact and is no competitor in that row.
+peak of GPU memory less inputs and gradients. ``error`` is the norm of a gradient's error against float64 over that of
+stock's, the larger of the two: a peer above 1.25 computes something less exact and is no competitor in that row.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from slothplug.bench.trainer_step import versions
+from slothplug.bench.trainer_step import versions, without_output
 
 IGNORED = -100
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -223,7 +224,7 @@ def measure(names: Sequence[str], case: Case, repetitions: int) -> list[dict[str
                 [products, _without_waiting(loss, *operands, num_items)], repetitions
             )
         except Exception as error:  # a peer may lack a kernel, a version or the memory; the table says so
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
+            row["failure"] = f"{type(error).__name__}: {error}"[:300]
         rows.append(row)
     return rows
 
@@ -257,8 +258,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _figures(row: Mapping[str, Any], stock: Sequence[float] | None) -> str:
-    if "error" in row:
-        return f"{row['error'].splitlines()[0][:80]} | | |"
+    if "failure" in row:
+        return f"{row['failure'].splitlines()[0][:80]} | | |"
     times = row["ms"]
     median = statistics.median(times)
     error = max(ours / theirs for ours, theirs in zip(row["errors"], stock, strict=True)) if stock else None
@@ -281,7 +282,7 @@ def run_in_process(names: Sequence[str], repetitions: int, timeout: int) -> list
     rows = [json.loads(line.removeprefix("ROW ")) for line in lines if line.startswith("ROW ")]
     last = (errors.strip() or "ended without a word").splitlines()[-1]
     for case in CASES[len(rows) // len(names) :]:
-        rows += [{"provider": name, "case": asdict(case), "error": last} for name in names]
+        rows += [{"provider": name, "case": asdict(case), "failure": last} for name in names]
     return rows
 
 
@@ -308,7 +309,7 @@ def main(
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        command = f"python -m slothplug.bench.head --repetitions {repetitions}"
+        command = f"python -m slothplug.bench.head {shlex.join(without_output(sys.argv[1:]))}"
         output.with_suffix(".md").write_text(f"# Linear + cross-entropy\n\n    {command}\n\n{text}")
 
 

@@ -197,7 +197,7 @@ def versions() -> str:
     return f"{device}; " + ", ".join(found)
 
 
-def _without_output(arguments: Sequence[str]) -> list[str]:
+def without_output(arguments: Sequence[str]) -> list[str]:
     """The command line without ``--output PATH``, whose path means nothing elsewhere."""
     at = arguments.index("--output") if "--output" in arguments else len(arguments)
     return [*arguments[:at], *arguments[at + 2 :]]
@@ -233,7 +233,7 @@ def main(
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-        command = f"python -m slothplug.bench.trainer_step {' '.join(_without_output(sys.argv[1:]))}"
+        command = f"python -m slothplug.bench.trainer_step {' '.join(without_output(sys.argv[1:]))}"
         output.with_suffix(".md").write_text(f"# A training step through HF Trainer\n\n    {command}\n\n{text}")
 
 

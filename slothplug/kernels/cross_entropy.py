@@ -65,9 +65,9 @@ class Primitives(Protocol):
     ) -> None:
         """Writes the losses into ``losses``, where given, and d logits over the logits, where ``upstream`` is given.
 
-        ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements and the
-        elements between V and the stride may be written too. ``labels`` [rows] are in range or ``ignore_index``;
-        ``losses`` [rows] has the dtype of ``loss_arithmetic``.
+        ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements, or V
+        itself, and the elements between V and the stride may be written too. ``labels`` [rows] are in range or
+        ``ignore_index``; ``losses`` [rows] has the dtype of ``loss_arithmetic``.
         """
 
     @staticmethod

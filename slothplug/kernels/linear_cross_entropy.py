@@ -66,7 +66,7 @@ from slothplug.kernels.products import accumulate, product, returns_float32
 
 Reduction = Literal["mean", "sum", "none"]
 # Rows of the chunk buffer start at multiples of this many elements, 128 bytes in bfloat16: matrix products and 16-byte
-# loads stay aligned for every vocabulary (Llama's 128256 needs no padding, 65537 does).
+# loads stay aligned for every vocabulary (Llama's 128256 needs no padding, 65537 does). Not so with a bias: see _sweep.
 _ROW_ALIGNMENT = 64
 # Chunks are multiples of the tile height of matrix products, so that no product ends in a partial tile but the last.
 _CHUNK_ALIGNMENT = 128
@@ -149,7 +149,7 @@ def linear_cross_entropy(
             float32 without rounding in between.
         max_valid: an upper bound for the number of labels that are not ``ignore_index``, where the caller knows one: so
             many rows take part in the products, the others in none. Counting here would wait for the device. Where more
-            labels count, the loss is nan, on a CPU a ValueError.
+            labels count, loss and gradients are nan; on a CPU a ValueError.
         chunk_bytes: budget of the logits buffer; below one row it is one row. The result does not depend on it beyond
             the order in which float32 sums are taken.
         backend: who computes the rows, "torch" or "triton". float64 is always computed by torch.
@@ -163,8 +163,7 @@ def linear_cross_entropy(
         TypeError: operands of unequal dtype, labels that are not int64, a class weight that is not floating.
         ValueError: shapes that do not fit, an empty vocabulary, an option out of its range, an epilogue with two tanh,
             on a CPU a ``max_valid`` that is too small.
-        IndexError: on a CPU, a label out of range. On CUDA a device-side assertion, as
-            without fusion.
+        IndexError: on a CPU, a label out of range. On CUDA a device-side assertion, as without fusion.
     """
     _check(hidden, weight, labels, bias, class_weight, reduction, label_smoothing, chunk_bytes)
     options = _Options(
@@ -236,16 +235,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             divisor = row_weight.sum() if options.reduction == "mean" else None
             losses = torch.empty_like(row_weight)
             terms = _terms(class_weight, options, row_weight.dtype)
-            if ahead:
-                terms = terms._replace(slope=terms.slope / _left_to_backward(options, hidden.dtype))
+            if ahead and _rounds(hidden.dtype):
+                terms = terms._replace(slope=1.0)  # the backward multiplies by it
             head = _Head(weight, bias, terms, options.chunk_bytes, primitives)
-            upstream = Upstream(None, divisor if _rounds(hidden) else None) if ahead else None
+            upstream = Upstream(None, divisor if _rounds(hidden.dtype) else None) if ahead else None
             gradients = _sweep(rows, head, losses, upstream, needed if ahead else (False,) * 3, row_weight.dtype)
-            loss = _nan_if_too_many(_reduce(losses, divisor, rows.keep, labels.numel(), options), labels, options)
+            loss = _reduce(losses, divisor, rows.keep, labels.numel(), options)
+            too_many = _too_many(labels, options)
+            if too_many is not None:
+                loss = loss.masked_fill(too_many, torch.nan)
         if ahead:
-            ctx.save_for_backward(rows.labels, rows.keep, divisor, *gradients)
+            ctx.save_for_backward(rows.labels, rows.keep, divisor, too_many, *gradients)
         elif any(needed):
-            ctx.save_for_backward(rows.labels, rows.keep, divisor, hidden, weight, bias, class_weight)
+            ctx.save_for_backward(rows.labels, rows.keep, divisor, too_many, hidden, weight, bias, class_weight)
         ctx.ahead, ctx.options, ctx.primitives = ahead, options, primitives
         ctx.dtype, ctx.num_rows = hidden.dtype, hidden.shape[0]
         return loss
@@ -253,7 +255,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        labels, keep, divisor, *rest = ctx.saved_tensors
+        labels, keep, divisor, too_many, *rest = ctx.saved_tensors
+        if too_many is not None:
+            grad_output = grad_output.masked_fill(too_many, torch.nan)
         with _no_autocast(labels.device):
             if ctx.ahead:
                 gradients = _scale_ahead(_Gradients(*rest), grad_output, labels, divisor, ctx)
@@ -272,21 +276,14 @@ def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]
     return contextlib.nullcontext()
 
 
-def _rounds(hidden: torch.Tensor) -> bool:
+def _rounds(dtype: torch.dtype) -> bool:
     """True where d logits are rounded to less than the loss's arithmetic."""
-    return hidden.dtype != loss_arithmetic(hidden.dtype)
-
-
-def _left_to_backward(options: _Options, dtype: torch.dtype) -> float:
-    """The factor of d logits that the backward of gradients computed ahead multiplies by; see the top of the file."""
-    if dtype == loss_arithmetic(dtype):
-        return 1.0
-    return options.epilogue.inner * options.epilogue.outer
+    return dtype != loss_arithmetic(dtype)
 
 
 def _exact_ahead(hidden: torch.Tensor) -> bool:
     """True where the gradients may be computed before the upstream gradient is known; see the top of the file."""
-    if not _rounds(hidden):
+    if not _rounds(hidden.dtype):
         return True
     return hidden.dtype is torch.bfloat16 and returns_float32("mm", hidden.device, hidden.dtype)
 
@@ -296,7 +293,10 @@ def _participants(hidden: torch.Tensor, labels: torch.Tensor, options: _Options)
     if options.max_valid is None or options.max_valid >= count:
         return _Rows(hidden, labels, None)
     counted = labels != options.ignore_index
-    keep = torch.nonzero_static(counted, size=options.max_valid, fill_value=count).squeeze(1)
+    rank = counted.cumsum(0) - 1
+    rank = torch.where(counted & (rank < options.max_valid), rank, options.max_valid)
+    keep = labels.new_full((options.max_valid + 1,), count)
+    keep = keep.scatter_(0, rank, torch.arange(count, device=labels.device))[: options.max_valid]
     kept = labels.index_select(0, keep.clamp(max=count - 1)).masked_fill(keep == count, options.ignore_index)
     return _Rows(hidden, kept, keep)
 
@@ -306,14 +306,14 @@ def _put_back(kept: torch.Tensor, keep: torch.Tensor, count: int) -> torch.Tenso
     return kept.new_zeros(count + 1, *kept.shape[1:]).index_copy_(0, keep, kept)[:count]
 
 
-def _nan_if_too_many(loss: torch.Tensor, labels: torch.Tensor, options: _Options) -> torch.Tensor:
-    """The loss, or nan where more labels count than ``max_valid``; on a CPU, where asking is free, an error."""
+def _too_many(labels: torch.Tensor, options: _Options) -> torch.Tensor | None:
+    """Whether more labels count than ``max_valid``, 0-d; None where they cannot. Raises on a CPU, where it is free."""
     if options.max_valid is None or options.max_valid >= labels.numel():
-        return loss
+        return None
     found = (labels != options.ignore_index).sum()
     if labels.device.type == "cpu" and found > options.max_valid:
         raise ValueError(f"max_valid is {options.max_valid}, and {found.item()} labels are not {options.ignore_index}")
-    return loss.masked_fill(found > options.max_valid, float("nan"))
+    return found > options.max_valid
 
 
 def _row_weight(
@@ -442,8 +442,10 @@ def _scale_ahead(
     """The forward's gradients times the upstream gradient; one rounding, to the operands' dtype, and out of place."""
     options: _Options = ctx.options
     arithmetic = loss_arithmetic(ctx.dtype)
-    factor = times(grad_output.to(arithmetic), _left_to_backward(options, ctx.dtype))
-    if divisor is not None and ctx.dtype == arithmetic:
+    factor = grad_output.to(arithmetic)
+    if _rounds(ctx.dtype):
+        factor = times(factor, options.epilogue.inner * options.epilogue.outer)
+    elif divisor is not None:
         factor = factor / divisor  # where d logits were rounded they were divided before
     # Loss / num_items with no item has an upstream gradient of inf, and a row without loss a gradient of 0 all the
     # same.

@@ -21,6 +21,8 @@ def returns_float32(product: Literal["mm", "addmm"], device: torch.device, dtype
             torch.mm(operand, operand, out_dtype=torch.float32, out=total)
         else:
             torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the product
     except (RuntimeError, TypeError):
         return False
     return True

@@ -27,16 +27,16 @@ class Call:
     Attributes:
         owner: the patch that the called model belongs to (``Served.owner`` of its modules).
         labels: what was passed as ``labels``; None where nothing was.
-        label_count: how many of them count, on its way from the GPU; None where it is not asked for there.
+        label_count: how many of them count, on its way from the GPU; None where no served head will ask.
         failed: whether it ended by an exception.
         at_end: run in order when the call ends, also when it raises; each gets no argument.
     """
 
     __slots__ = ("__weakref__", "at_end", "failed", "label_count", "labels", "owner")
 
-    def __init__(self, owner: object, labels: torch.Tensor | None) -> None:
+    def __init__(self, owner: Any, labels: torch.Tensor | None) -> None:
         self.owner, self.labels, self.failed = owner, labels, False
-        self.label_count = LabelCount.start(labels)
+        self.label_count = LabelCount.start(labels) if owner.counts_labels else None
         self.at_end: list[Callable[[], None]] = []
 
 

@@ -261,7 +261,7 @@ def _factor(name: Literal["mul", "div"]) -> Rule:
         number = _as_number(factor)
         return (
             None
-            if number is None
+            if number is None or (name == "div" and number == 0)
             else Step(func, (number,), epilogue=(name, number), meta=torch.empty_like(logits.meta))
         )
 

@@ -41,14 +41,16 @@ _verdicts: dict[Hashable, str | None] = {}
 class Owner:
     """Identity of one patched model, and what its modules share; every state in the model has it."""
 
-    __slots__ = ("casts", "settings")
+    __slots__ = ("casts", "counts_labels", "settings")
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, counts_labels: bool = False) -> None:
         self.settings = settings
         self.casts = Casts()
+        self.counts_labels = counts_labels
+        """Whether a served head will ask how many labels of a call count."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        return Owner(self.settings)
+        return Owner(self.settings, self.counts_labels)
 
 
 def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Report:
@@ -258,6 +260,7 @@ def _serve(site: Site, owner: Owner, report: Report) -> None:
         calls=calls,
     )
     take(site.module, lambda base: with_forward(base, site.fast), state)  # type: ignore[arg-type]
+    owner.counts_labels |= site.op == "head"
     _enter(report, site, calls)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slothplug
@@ -47,6 +48,15 @@ def test_only_the_first_loss_waits(asked: list[torch.Tensor]) -> None:
     assert len(asked) == 1
 
 
+def test_a_batch_without_ignored_labels_proves_nothing(asked: list[torch.Tensor]) -> None:
+    bound, full = Bound(), LABELS.clamp(min=0)
+    assert bound.max_valid(full, -100, Arrived(6, 6)) is None
+    assert not asked
+    # A model that makes ignored labels count, met only now.
+    assert [bound.max_valid(full, -100, Arrived(6, 3)) for _ in range(2)] == [6, 6]
+    assert len(asked) == 2
+
+
 def test_a_model_that_makes_more_labels_count_is_not_believed(asked: list[torch.Tensor]) -> None:
     bound = Bound()
     assert [bound.max_valid(LABELS, -100, Arrived(6, 2)) for _ in range(3)] == [3, 3, 3]
@@ -67,24 +77,41 @@ def test_what_the_count_says_nothing_about_is_counted(
     assert len(asked) == 1
 
 
-def test_nothing_is_started_where_there_is_no_wait_to_spare() -> None:
-    assert LabelCount.start(LABELS) is None
+def test_what_is_counted() -> None:
+    count = LabelCount.start(LABELS)
+    assert count is not None
+    assert (count.size, count.value()) == (6, 3)
     assert LabelCount.start(None) is None
+    assert LabelCount.start(LABELS.to("meta")) is None
     assert LabelCount.start([1, 2]) is None
 
 
-@pytest.mark.gpu
-def test_a_loss_on_the_gpu_waits_once_and_drops_ignored_rows() -> None:
+class Rows(TorchDispatchMode):
+    """Rows of every product with the head's weight, [1000, 64]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm and tuple(args[1].shape) == (64, 1000):
+            self.seen.add(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_model_leaves_ignored_rows_out(device: str, asked: list[torch.Tensor]) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
-    stock = LlamaForCausalLM(config).cuda()
+    stock = LlamaForCausalLM(config).to(device)
     model = copy.deepcopy(stock)
-    tokens = torch.randint(1000, (2, 64), device="cuda")
-    labels = tokens.masked_fill(torch.rand(2, 64, device="cuda") < 0.6, -100)
+    tokens = torch.randint(1000, (2, 64), device=device)
+    labels = tokens.masked_fill(torch.rand(2, 64, device=device) < 0.6, -100)
     slothplug.patch(model, {"ops": ["head"]})
+    asked.clear()
 
     def step(one: torch.nn.Module) -> torch.Tensor:
         loss: torch.Tensor = one(input_ids=tokens, labels=labels).loss
@@ -93,11 +120,10 @@ def test_a_loss_on_the_gpu_waits_once_and_drops_ignored_rows() -> None:
 
     step(model)
     model.zero_grad()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with Rows() as rows:
         loss = step(model)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert rows.seen == {int((labels != -100).sum())}
+    assert len(asked) == 1
     torch.testing.assert_close(loss, step(stock))
     for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)

@@ -26,9 +26,9 @@ class FastKernelsCallback(TrainerCallback):
     """Makes the trainer's model run on fused kernels.
 
     The model is patched when the trainer has been built, and again when training begins where it is another one by then
-    (``model_init``), has got new modules (adapters), or the callback came late (``trainer.add_callback``). A reference
-    model that the trainer holds (TRL's ``ref_model``) is patched when training begins. Models stay patched after
-    training; ``callback.report.undo()`` makes the trained one what it was.
+    (``model_init``), has got new modules (adapters) or a head of TRL's own, or the callback came late
+    (``trainer.add_callback``). A reference model that the trainer holds (TRL's ``ref_model``) is patched when training
+    begins. Models stay patched after training; ``callback.report.undo()`` makes the trained one what it was.
 
     Args:
         settings: the flag's value: ``True``, a mapping of settings, or ``Settings``. With ``False`` nothing is done.

@@ -47,7 +47,7 @@ _SCALE_BLOCK, _SCALE_WARPS = 1024, 4
 
 
 class TritonPrimitives:
-    """See ``linear_cross_entropy.Primitives``."""
+    """See ``cross_entropy.Primitives``."""
 
     @staticmethod
     def cross_entropy_rows(
@@ -279,8 +279,8 @@ def _cross_entropy_rows_kernel(
     logits_ptr += row * logits_stride
     label = tl.load(labels_ptr + row * labels_stride)
     lanes = tl.arange(0, BLOCK)
-    # Masks of loads and stores are the row's stride, a multiple of 64, so that they stay 16 bytes wide for every
-    # vocabulary.
+    # Masks of loads and stores are the row's stride: a multiple of 64, so that they are 16 bytes wide for every
+    # vocabulary. Rows of a head with a bias are dense; an odd vocabulary is then read in narrow loads.
     if label == ignore_index:
         if losses_ptr is not None:
             tl.store(losses_ptr + row, 0.0)

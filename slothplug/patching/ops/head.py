@@ -178,7 +178,7 @@ def trl_computes_the_loss(model: nn.Module) -> bool:
     """Whether TRL put its fused head on the model: it reads the head's weight and never calls the head."""
     # accelerate wraps a model's forward in autocast and keeps the one that was there.
     forwards = [getattr(model.__dict__.get(name), "__func__", None) for name in ("forward", "_original_forward")]
-    return any(isinstance(f, FunctionType) and f.__globals__["__name__"].startswith("trl.") for f in forwards)
+    return any(isinstance(f, FunctionType) and f.__globals__.get("__name__", "").startswith("trl.") for f in forwards)
 
 
 def prove(head: nn.Module, kernel: Kernel) -> str | None:
