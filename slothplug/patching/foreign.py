@@ -15,8 +15,12 @@ _PROJECTS = {
     "liger_kernel": ("Liger", "use_liger_kernel / enable_liger_kernel / liger_* keys"),
     "unsloth": ("Unsloth", "use_unsloth and the import of unsloth"),
     "unsloth_zoo": ("Unsloth", "use_unsloth and the import of unsloth_zoo"),
-    "axolotl": ("Axolotl's kernels", "lora_mlp_kernel, lora_qkv_kernel and lora_o_kernel"),
+    "axolotl": ("Axolotl's kernels", "lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel and tiled_mlp"),
+    "cut_cross_entropy": ("Cut Cross-Entropy", "cut_cross_entropy"),
 }
+
+_OPERATIONS = {"rms_norm": "rms_norm", "rope": "rotary", "swiglu": "glu", "geglu": "glu", "model": "head"}
+"""What a module inside ``liger_kernel.transformers`` stands in for. Of the others, layer_norm is no operation here."""
 
 
 @hookimpl
@@ -25,12 +29,26 @@ def slothplug_conflicts(model: nn.Module, settings: Settings) -> Iterator[str]:
     for name, module in model.named_modules():
         for where in _homes(module):
             project, switch = _PROJECTS.get(where.partition(".")[0], ("", ""))
-            if project and project not in seen:
+            if project and project not in seen and _competes(where, settings):
                 seen.add(project)
                 yield (
                     f"{project} already changed '{name or type(module).__name__}' ({where}). Load the model without it "
                     f"({switch}), or leave use_fast_kernels off."
                 )
+
+
+def _competes(where: str, settings: Settings) -> bool:
+    """Whether a change from Python module ``where`` does what slothplug was asked to do.
+
+    Liger replaces one operation at a time, and may do what is left out here. The others replace more than one.
+    """
+    project, _, rest = where.partition(".")
+    if project == "cut_cross_entropy":
+        return settings.wants("head")
+    if project != "liger_kernel":
+        return True
+    part = rest.removeprefix("transformers.").partition(".")[0]
+    return part != "layer_norm" and (part not in _OPERATIONS or settings.wants(_OPERATIONS[part]))
 
 
 def _homes(module: nn.Module) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any
 DOORS = {
     "transformers.training_args": ("slothplug.integrations.hf.frontdoor", "open_arguments", "TrainingArguments"),
     "transformers.trainer": ("slothplug.integrations.hf.frontdoor", "open_trainer", "Trainer"),
+    "axolotl.cli.config": ("slothplug.integrations.axolotl.frontdoor", "open_config", "prepare_plugins"),
 }
 """Module that is waited for -> our module, its function, and the awaited module's attribute that it is called with."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -43,9 +43,15 @@ class FastKernelsCallback(TrainerCallback):
         SettingsError: the flag or one of its settings is not valid.
     """
 
-    def __init__(self, settings: bool | Mapping[str, Any] | Settings = True, padding_key: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: bool | Mapping[str, Any] | Settings = True,
+        padding_key: str | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
         self.settings = Settings.from_flag(settings)
         self.padding_key = padding_key
+        self.notes = tuple(notes)
         self.report: Report | None = None
         self.reference_report: Report | None = None
         self._seen: Seen | None = None
@@ -104,6 +110,7 @@ class FastKernelsCallback(TrainerCallback):
 
     def _patch(self, model: nn.Module, settings: Settings) -> None:
         self.report = patch(model, settings)
+        self.report.notes.extend(self.notes)
         self._seen = Seen(model)
 
 

@@ -76,10 +76,23 @@ def rotary_functions(forward: Callable[..., Any]) -> Iterator[tuple[str, Functio
     found: dict[str, FunctionType] = {}
     for link in chain(forward):
         for name in global_names(link):
-            value = link.__globals__.get(name)
-            if isinstance(value, FunctionType) and (has_tables(value) or name.startswith("apply_rotary")):
-                found[name] = value
+            function = _function_of(link.__globals__.get(name))
+            if function is not None and (has_tables(function) or name.startswith("apply_rotary")):
+                found[name] = function
     yield from sorted(found.items())
+
+
+def _function_of(value: object) -> FunctionType | None:
+    """The function that a global is: itself, or the one that the package ``kernels`` made a module of.
+
+    Where that package is installed, transformers' rotary functions are modules without state, whose forward calls the
+    function, until ``use_kernels`` gives one another forward.
+    """
+    if isinstance(value, FunctionType):
+        return value
+    if isinstance(value, nn.Module) and hasattr(value, "kernel_layer_name") and "forward" not in vars(value):
+        return chain(type(value).forward)[-1]
+    return None
 
 
 def _replacement(function: FunctionType, recognised: RotaryFunction) -> Callable[..., Any]:

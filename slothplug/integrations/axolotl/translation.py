@@ -1,0 +1,52 @@
+"""From an Axolotl configuration to settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slothplug.integrations.hf.flag import flag_value
+from slothplug.settings import FLAG, Settings
+
+READ_LOGITS = ("rl", "orpo_alpha", "reward_model", "process_reward_model", "kd_trainer", "use_eaft", "do_bench_eval")
+"""Keys whose objective or evaluation reads the model's logits."""
+
+_DIFFUSION = "DiffusionPlugin"
+"""The same, of a plugin that has no key to switch it on."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a configuration asks for, and a sentence for the report where that is not all that the user wrote."""
+
+    settings: Settings
+    note: str | None = None
+
+
+def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
+    """The settings that ``cfg``, raw or validated, stands for; None where the flag is absent or off.
+
+    Raises:
+        SettingsError: the flag or one of its settings is not valid.
+    """
+    flag = cfg.get(FLAG)
+    settings = Settings.from_flag(flag_value(flag)) if flag is not None else None
+    if settings is None:
+        return None
+    reader = _reader_of_logits(cfg)
+    if reader is None or settings.keep_logits:
+        return Chosen(settings)
+    # Logits that were put off would be computed when they are read, after a loss that nobody uses.
+    return Chosen(
+        settings.model_copy(update={"keep_logits": True}),
+        f"the output head computes real logits (as with keep_logits: true), because {reader} reads them",
+    )
+
+
+def _reader_of_logits(cfg: Mapping[str, Any]) -> str | None:
+    for key in READ_LOGITS:
+        value = cfg.get(key)
+        if value:
+            return f"{key}: {str(getattr(value, 'value', value)).lower()}"
+    return next((plugin for plugin in cfg.get("plugins") or () if plugin.endswith(_DIFFUSION)), None)

@@ -1,0 +1,115 @@
+"""Axolotl's own commands: launchers, preprocess, resume, merge-lora, inference, several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.axolotl.runs import BASE, LORA, OURS, RECORDER, command, read, train, write
+from tests.axolotl.test_training import ADAPTERS, assert_equal
+
+RUN = ["python", "-m", "slothplug.cli.main", "run"]
+
+
+def test_the_yaml_alone_with_axolotls_default_launcher(workplace: Path) -> None:
+    """As a user's first run: no lora_*_kernel keys, `axolotl train`, which starts `accelerate launch`."""
+    path = write(workplace, "launched", plugins=[OURS, RECORDER], use_fast_kernels=True, **LORA)
+    done = command(workplace, "axolotl", "train", path.name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout
+    assert "[INFO] [slothplug] slothplug: rms_norm 5/5 (torch); glu 2/2 (torch); rotary 2/2 (torch)" in said
+    assert "│ lora     │    14 │    14 │    0 │" in said
+    assert "note: Axolotl's own LoRA kernels, which it switches on by itself, are off" in " ".join(said.split())
+    assert "sample_packing: true would remove it" in said
+    assert '"use_fast_kernels": true' in said
+    assert "slothplug: rms_norm" in (workplace / "launched" / "debug.log").read_text()
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "python"])
+def test_slothplug_run_serves_a_yaml_without_the_plugin(workplace: Path, launcher: str) -> None:
+    path = write(workplace, f"run-{launcher}", plugins=[RECORDER], use_fast_kernels=True, **LORA)
+    done = command(workplace, *RUN, "axolotl", "train", path.name, "--launcher", launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read(workplace / f"run-{launcher}").operations["lora"]["fused"] == 14
+
+
+def test_axolotl_slothplug_does_the_same(workplace: Path) -> None:
+    path = write(workplace, "subcommand", use_fast_kernels={"strickt": True}, **LORA)
+    script = "import sys\nfrom slothplug.integrations.axolotl.command import slothplug\nslothplug(sys.argv[1:])\n"
+    done = command(workplace, "python", "-c", script, "preprocess", path.name)
+    assert done.returncode == 1
+    assert "Did you mean 'strict'?" in done.stderr
+
+
+def test_two_processes(workplace: Path) -> None:
+    keys = ADAPTERS | {"ddp_find_unused_parameters": False, "gradient_accumulation_steps": 1}
+    runs = []
+    for name, flag in (("two-on", True), ("two-off", None)):
+        path = write(workplace, name, plugins=[RECORDER, OURS], use_fast_kernels=flag, **keys)
+        launch = ["--launcher", "torchrun", "--", "--nproc_per_node", "2", "--master_port", "29533"]
+        done = command(workplace, "axolotl", "train", path.name, *launch)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs.append(read(workplace / name))
+    on, off = runs
+    assert_equal(on, off)
+    assert read(workplace / "two-on", rank=1).operations == on.operations
+
+
+def test_preprocess_then_train_then_resume_then_merge(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from axolotl.cli.merge_lora import do_cli as merge
+    from axolotl.cli.preprocess import do_cli as preprocess
+    from axolotl.integrations.base import PluginManager
+
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr("sys.argv", ["axolotl"])
+    keys = ADAPTERS | {"plugins": [RECORDER, OURS], "dataset_prepared_path": "prepared-apart"}
+    path = write(workplace, "whole-on", use_fast_kernels=True, **keys)
+    PluginManager.get_instance().plugins.clear()
+    preprocess(config=str(path))
+    prepared = sorted((workplace / "prepared-apart").rglob("*.arrow"))
+    assert prepared
+
+    del keys["plugins"]
+    saving = keys | {"save_strategy": "steps", "save_steps": 2}
+    whole = train(workplace, "whole-on", flag=True, **saving)
+    assert sorted((workplace / "prepared-apart").rglob("*.arrow")) == prepared
+    off = train(workplace, "whole-off", **saving)
+    assert_equal(whole, off)
+
+    checkpoint = str(workplace / "whole-on" / "checkpoint-2")
+    resumed = train(workplace, "resumed", flag=True, resume_from_checkpoint=checkpoint, **saving)
+    assert resumed.logged("loss") == pytest.approx(whole.logged("loss"), rel=1e-5)
+    torch.testing.assert_close(resumed.weights(), whole.weights(), rtol=1e-5, atol=1e-5)
+
+    merged = {}
+    for name, method in (("whole-on", "memory_efficient"), ("whole-on", "legacy"), ("whole-off", "legacy")):
+        PluginManager.get_instance().plugins.clear()
+        merge(config=str(workplace / f"{name}.yml"), merge_method=method, lora_model_dir=str(workplace / name))
+        merged[name, method] = load_file(workplace / name / "merged" / "model.safetensors")
+    for weights in merged.values():
+        torch.testing.assert_close(weights, merged["whole-off", "legacy"], rtol=1e-4, atol=1e-5)
+    stock = load_file(workplace / BASE["base_model"] / "model.safetensors")
+    assert not torch.equal(
+        merged["whole-on", "legacy"]["model.layers.0.mlp.up_proj.weight"], stock["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+def test_inference_answers_as_without_the_flag(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from axolotl.cli.utils import load_model_and_tokenizer
+
+    from slothplug.patching.private_class import is_patched
+    from tests.axolotl.runs import load
+
+    monkeypatch.chdir(workplace)
+    answers = []
+    for flag in (True, None):
+        path = write(workplace, "inference", plugins=[OURS], use_fast_kernels=flag)
+        cfg = load(path, inference=True, rl=None)
+        model, tokenizer, _ = load_model_and_tokenizer(cfg=cfg, inference=True)
+        assert any(map(is_patched, model.modules())) == bool(flag)
+        batch = tokenizer("the quick brown sloth", return_tensors="pt")
+        answers.append(model.generate(input_ids=batch["input_ids"], max_new_tokens=12, do_sample=False))
+    assert torch.equal(*answers)

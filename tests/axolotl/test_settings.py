@@ -1,0 +1,112 @@
+"""The flag in Axolotl's schema, and the plugin's way into a configuration."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slothplug import Settings, SettingsError
+from slothplug.integrations.axolotl import frontdoor
+from slothplug.integrations.axolotl.translation import READ_LOGITS, settings_of
+from slothplug.settings import FLAG
+from tests.axolotl.runs import LORA, OURS, load, write
+
+EVERY_SETTING = {
+    "ops": ["lora", "head", "glu"], "skip_ops": ["glu"], "backend": "torch", "strict": True, "verify": True,
+    "lora_precision": "compute", "keep_logits": True, "loss_chunk_mib": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def resolve(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(workplace)
+
+    def resolve(**keys: Any) -> Any:
+        return load(write(workplace, "settings", **{"plugins": [OURS]} | keys))
+
+    return resolve
+
+
+def test_every_setting_is_in_the_configuration_that_axolotl_keeps(resolve: Any) -> None:
+    assert EVERY_SETTING.keys() == Settings.model_fields.keys()
+    cfg = resolve(use_fast_kernels=EVERY_SETTING)
+    assert cfg.to_dict()[FLAG] == EVERY_SETTING
+    assert settings_of(cfg).settings == Settings(**EVERY_SETTING)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ({"strickt": True}, r"use_fast_kernels\.strickt is not a setting\. Did you mean 'strict'\?"),
+        ({"loss_chunk_mib": 0}, r"use_fast_kernels\.loss_chunk_mib is 0: input should be greater"),
+        (3, r"use_fast_kernels is 3 \(int\)\. Use true, false, or a mapping"),
+    ],
+)
+def test_what_is_wrong_is_said_in_our_words(resolve: Any, flag: object, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        resolve(use_fast_kernels=flag)
+
+
+def test_axolotls_schema_checks_it_too(resolve: Any) -> None:
+    """Without ``register``: where a configuration is validated that was not read from a file."""
+    from axolotl.utils.config import validate_config
+    from pydantic import ValidationError
+
+    cfg = resolve(use_fast_kernels=True)
+    del cfg["batch_size"]  # resolved from what was written; Axolotl refuses both
+    cfg[FLAG] = {"strickt": True}
+    with pytest.raises(ValidationError, match=r"Did you mean 'strict'\?"):
+        validate_config(cfg)
+
+
+def test_registering_again_changes_nothing(resolve: Any) -> None:
+    from axolotl.integrations.base import PluginManager
+
+    cfg = resolve(use_fast_kernels={"strict": True}, **LORA)
+    before = cfg.to_dict()
+    for plugin in PluginManager.get_instance().plugins.values():
+        plugin.register(cfg)
+        plugin.register(cfg)
+    assert cfg.to_dict() == before
+
+
+@pytest.mark.parametrize("key", READ_LOGITS)
+def test_objectives_that_read_logits_keep_them(key: str) -> None:
+    assert settings_of({FLAG: True}).settings.keep_logits is False
+    chosen = settings_of({FLAG: True, key: "dpo" if key == "rl" else True})
+    assert chosen.settings.keep_logits
+    assert f"because {key}: " in chosen.note
+    assert settings_of({FLAG: {"keep_logits": True}, key: True}).note is None
+
+
+def test_diffusion_keeps_logits() -> None:
+    plugin = "axolotl.integrations.diffusion.DiffusionPlugin"
+    assert settings_of({FLAG: True, "plugins": [OURS, plugin]}).settings.keep_logits
+
+
+def test_a_missing_requirement_is_an_error_that_axolotl_does_not_swallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from axolotl.integrations.base import PluginManager
+
+    monkeypatch.delitem(sys.modules, "slothplug.integrations.axolotl.plugin", raising=False)
+    monkeypatch.setitem(sys.modules, "axolotl.integrations.base", None)
+    with pytest.raises(RuntimeError, match="slothplug's Axolotl plugin cannot be loaded"):
+        PluginManager.get_instance().register(OURS)
+
+
+def test_the_front_door_lists_the_plugin_once_and_closes(resolve: Any) -> None:
+    from axolotl.cli import config
+
+    original = config.prepare_plugins
+    assert resolve(plugins=None, use_fast_kernels=True).get(FLAG) is None
+    frontdoor.open_config(config.prepare_plugins)
+    frontdoor.open_config(config.prepare_plugins)
+    try:
+        assert resolve(plugins=None, use_fast_kernels=True).plugins == [OURS]
+        assert resolve(use_fast_kernels=True).plugins == [OURS]
+        assert not resolve(plugins=None).get("plugins")
+    finally:
+        frontdoor.close_config()
+    assert config.prepare_plugins is original

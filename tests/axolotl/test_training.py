@@ -1,0 +1,82 @@
+"""The same YAML with the flag off and on: equal losses, gradient norms, evaluations and saved weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.axolotl.runs import DPO, LORA, WITHOUT_KERNELS, Run, train
+
+ADAPTERS = LORA | WITHOUT_KERNELS
+LONG = {"max_steps": 20, "val_set_size": 8, "eval_steps": 10}
+TOLERANCE = 1e-5
+
+
+def pair(workplace: Path, name: str, **keys: Any) -> tuple[Run, Run]:
+    """Flag on first: what it left behind in the process would show in the run after it."""
+    on = train(workplace, f"{name}-on", flag=True, **keys)
+    off = train(workplace, f"{name}-off", **keys)
+    return on, off
+
+
+def assert_equal(on: Run, off: Run, *logged: str) -> None:
+    for key in ("loss", "grad_norm", *logged):
+        ours, stock = on.logged(key), off.logged(key)
+        assert stock, f"{key} was not logged"
+        assert ours == pytest.approx(stock, rel=TOLERANCE, abs=TOLERANCE), key
+    ours, stock = on.weights(), off.weights()
+    assert ours.keys() == stock.keys()
+    for name, weight in stock.items():
+        torch.testing.assert_close(
+            ours[name], weight, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert (off.record["patched"], off.record["report"]) == (0, None)
+    assert (on.record["callbacks"], off.record["callbacks"]) == (1, 0)
+
+
+def fused(run: Run) -> dict[str, int]:
+    return {op: counts["fused"] for op, counts in run.operations.items() if counts["fused"]}
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_twenty_steps_with_accumulation_and_evaluation(workplace: Path, adapter: str) -> None:
+    on, off = pair(workplace, adapter, **LONG, **(ADAPTERS if adapter == "lora" else {}))
+    assert_equal(on, off, "eval_loss")
+    assert len(on.logged("loss")) == 20
+    assert len(on.logged("eval_loss")) >= 2
+    expected = {"rms_norm": 5, "glu": 2, "rotary": 2, "head": 1}
+    assert fused(on) == (expected | {"lora": 14} if adapter == "lora" else expected)
+    assert not [site for site in on.record["report"]["sites"] if site["calls"]["fallbacks"]]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dropout": ADAPTERS | {"lora_dropout": 0.1},
+    "checkpointing": ADAPTERS | {"gradient_checkpointing": True},
+    "checkpointing-not-reentrant": {
+        "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "offloaded-inputs": ADAPTERS | {"gradient_checkpointing": True, "activation_offloading": "hidden_states"},
+    "packing": ADAPTERS | {"sample_packing": True, "attn_implementation": "sdpa", "pad_to_sequence_len": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(workplace: Path, variant: str) -> None:
+    on, off = pair(workplace, variant, **VARIANTS[variant])
+    assert_equal(on, off)
+    assert {"rms_norm", "glu", "rotary", "head"} <= fused(on).keys()
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_dpo_policy_and_reference(workplace: Path, adapter: str) -> None:
+    on, off = pair(workplace, f"dpo-{adapter}", **DPO, **(LORA if adapter == "lora" else {}))
+    assert_equal(on, off, "rewards/margins")
+    assert "head" not in fused(on)
+    assert fused(on).get("lora", 0) == (14 if adapter == "lora" else 0)
+    assert any("because rl: dpo reads them" in note for note in on.record["report"]["notes"])
+    if adapter == "full":
+        assert on.record["reference"] > 0
+        assert off.record["reference"] == 0
