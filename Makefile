@@ -1,6 +1,7 @@
 # make demo                    train a small model twice, stock and with the flag, and compare
 # make test                    run the tests, with the newest supported releases
 # make test-versions           run the core tests with each set of releases in tests/versions
+# make test-axolotl            train with the real Axolotl, the flag off and on
 # make architectures-spread    patch and train a step of 25 model types that differ most
 # make lint                    ruff and mypy
 #
@@ -24,7 +25,9 @@ VERSIONS ?= oldest llamafactory axolotl newest
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-versions architectures-spread lint clean
+AXOLOTL ?= axolotl==0.19.0
+
+.PHONY: demo test test-versions test-axolotl architectures-spread lint clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/slothplug demo
@@ -38,6 +41,11 @@ test-versions: $(VERSIONS:%=test-versions-%)
 test-versions-%: tests/versions/%.txt
 	$(MAKE) --no-print-directory test VENV=$(VENV)-$* REQUIREMENTS=$< TESTS='-m core tests'
 
+# Axolotl pins other releases than the rest, so it has an environment of its own.
+test-axolotl:
+	$(MAKE) --no-print-directory $(VENV)-with-axolotl/.axolotl VENV=$(VENV)-with-axolotl
+	$(VENV)-with-axolotl/bin/python -m pytest tests/axolotl
+
 architectures-spread: $(VENV)/.development
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "" tests/architectures
 
@@ -47,7 +55,8 @@ lint: $(VENV)/.development
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(VERSIONS:%=$(VENV)-%) build dist slothplug-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERSIONS:%=$(VENV)-%) $(VENV)-with-axolotl
+	rm -rf build dist slothplug-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # pip from 25.1 on knows dependency groups.
 $(VENV)/.torch: Makefile
@@ -63,4 +72,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.development: $(VENV)/.torch pyproject.toml $(REQUIREMENTS)
 	$(PIP) install --requirement $(REQUIREMENTS) --editable '.[demo,triton]' --group test --group lint
+	touch $@
+
+# Without its dependencies: the file has those that training imports, a quarter of what it demands.
+$(VENV)/.axolotl: $(VENV)/.torch pyproject.toml tests/axolotl/requirements.txt
+	$(PIP) install --requirement tests/axolotl/requirements.txt --editable .
+	$(PIP) install --no-deps $(AXOLOTL)
 	touch $@

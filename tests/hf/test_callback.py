@@ -225,3 +225,10 @@ def test_counts_after_an_interrupted_run(tmp_path: Path, caplog: pytest.LogCaptu
     trainer.remove_callback(stop)
     trainer.train()
     assert not any(module._forward_pre_hooks for module in trainer.model.modules())
+
+
+def test_notes_of_a_framework_stand_in_the_report(tmp_path: Path) -> None:
+    callback = FastKernelsCallback(notes=["its own kernels are off"])
+    _trainer(tmp_path, llama(), callback).train()
+    assert callback.report is not None
+    assert callback.report.notes.count("its own kernels are off") == 1

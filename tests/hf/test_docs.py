@@ -1,18 +1,22 @@
-"""docs/huggingface.md tells the settings as they are."""
+"""The pages of the integrations tell the settings as they are."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from slothplug import Settings
 
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_table_is_the_schema() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    told = {name: (default, text) for name, default, text in rows}
+@pytest.mark.parametrize("page", ["huggingface", "axolotl"])
+def test_the_table_is_the_schema(page: str) -> None:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| (.*) \|$", text, re.MULTILINE)
+    told = {name: (default, meaning) for name, default, meaning in rows}
     schema = {
         name: (repr(field.get_default(call_default_factory=True)), field.description)
         for name, field in Settings.model_fields.items()

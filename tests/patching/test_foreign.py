@@ -68,3 +68,34 @@ def test_a_class_of_a_known_project_is_refused(tiny_llama: Callable[..., nn.Modu
     model.model.norm.__class__ = type("FastRMSNorm", (type(model.model.norm),), namespace)
     with pytest.raises(slothplug.ConflictError, match=r"Unsloth already changed 'model\.norm'"):
         slothplug.patch(model)
+
+
+@pytest.mark.parametrize(
+    ("home", "op"),
+    [
+        ("liger_kernel.transformers.rms_norm", "rms_norm"),
+        ("liger_kernel.transformers.swiglu", "glu"),
+        ("liger_kernel.transformers.model.llama", "head"),
+        ("cut_cross_entropy.transformers.llama", "head"),
+    ],
+)
+def test_what_slothplug_was_told_to_leave_may_be_done_by_another(
+    home: str, op: str, tiny_llama: Callable[..., nn.Module]
+) -> None:
+    model = tiny_llama()
+    module = {"rms_norm": model.model.norm, "glu": model.model.layers[0].mlp, "head": model}[op]
+    stock = type(module)
+    module.__class__ = type(stock.__name__, (stock,), {"__module__": home})
+    with pytest.raises(slothplug.ConflictError, match=re.escape(home)):
+        slothplug.patch(model)
+    report = slothplug.patch(model, {"skip_ops": [op]})
+    assert {site.op for site in report.fused} == {"rms_norm", "glu", "rotary", "head"} - {op}
+
+
+def test_ligers_layer_norm_may_stay(tiny_llama: Callable[..., nn.Module]) -> None:
+    model = tiny_llama()
+    model.model.extra = nn.LayerNorm(8)
+    model.model.extra.__class__ = type(
+        "LigerLayerNorm", (nn.LayerNorm,), {"__module__": "liger_kernel.transformers.layer_norm"}
+    )
+    assert slothplug.patch(model).fused

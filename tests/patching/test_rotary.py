@@ -292,6 +292,37 @@ def test_a_class_of_the_models_own_code_is_served(rows: int) -> None:
     assert RemoteAttention.forward.__globals__["remote_rotary"] is remote_rotary
 
 
+def as_kernels_package_has_it(function: FunctionType) -> nn.Module:
+    """What the package ``kernels`` makes of a function that it may replace: a module that calls it."""
+
+    class Func(nn.Module):
+        kernel_layer_name = "rotary_pos_emb"
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    return Func()
+
+
+def test_a_function_that_the_kernels_package_made_a_module_of_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = as_kernels_package_has_it(remote_rotary)
+    monkeypatch.setitem(globals(), "remote_rotary", wrapped)
+    module = RemoteAttention()
+    stock, report = served_and_stock(module)
+    assert_trains_as(module, stock)
+    assert report.fused[0].calls.served == 1
+    assert RemoteAttention.forward.__globals__["remote_rotary"] is wrapped
+
+
+def test_a_kernel_that_was_put_in_a_functions_place_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``use_kernels`` binds another forward on the module that stands for the function."""
+    wrapped = as_kernels_package_has_it(remote_rotary)
+    wrapped.forward = lambda *args, **kwargs: remote_rotary(*args, **kwargs)  # type: ignore[method-assign]
+    monkeypatch.setitem(globals(), "remote_rotary", wrapped)
+    with pytest.warns(slothplug.NothingFusedWarning):
+        assert not rotary_report(nn.Sequential(RemoteAttention())).sites
+
+
 @pytest.mark.parametrize("width", [2, 4, 6, 8])
 def test_a_head_may_rotate_in_part(width: int) -> None:
     """https://github.com/linkedin/Liger-Kernel/pull/1451: pairs lie R/2 apart and the tail is handed on to the bit."""
