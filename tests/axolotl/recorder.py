@@ -19,6 +19,10 @@ NAME = "tests.axolotl.recorder.Recorder"
 class Recorder(BasePlugin):
     trainer: Any = None
 
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        if not torch.cuda.is_available():
+            cfg.device_map = None  # with several processes Axolotl names the GPU of the rank
+
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         torch.manual_seed(5)
 
