@@ -44,7 +44,7 @@ test-versions-%: tests/versions/%.txt
 # Axolotl pins other releases than the rest, so it has an environment of its own.
 test-axolotl:
 	$(MAKE) --no-print-directory $(VENV)-with-axolotl/.axolotl VENV=$(VENV)-with-axolotl
-	$(VENV)-with-axolotl/bin/python -m pytest tests/axolotl
+	$(VENV)-with-axolotl/bin/python -m pytest -n 2 --dist loadfile tests/axolotl
 
 architectures-spread: $(VENV)/.development
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "" tests/architectures

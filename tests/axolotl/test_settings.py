@@ -50,6 +50,21 @@ def test_what_is_wrong_is_said_in_our_words(resolve: Any, flag: object, words: s
         resolve(use_fast_kernels=flag)
 
 
+@pytest.mark.parametrize("plugins", [[OURS], None], ids=["listed", "front door"])
+def test_a_misspelt_flag_is_not_dropped(resolve: Any, plugins: list[str] | None) -> None:
+    """https://github.com/huggingface/transformers/issues/34016: a flag that did nothing, and no word of it."""
+    from axolotl.cli import config
+
+    if plugins is None:
+        frontdoor.open_config(config.prepare_plugins)
+    try:
+        with pytest.raises(SettingsError, match=r"'use_fast_kernel' is no key.*Did you mean 'use_fast_kernels'\?"):
+            resolve(plugins=plugins, use_fast_kernel=True)
+        assert not resolve(plugins=plugins, use_kernels=False).get(FLAG)
+    finally:
+        frontdoor.close_config()
+
+
 def test_axolotls_schema_checks_it_too(resolve: Any) -> None:
     """Without ``register``: where a configuration is validated that was not read from a file."""
     from axolotl.utils.config import validate_config

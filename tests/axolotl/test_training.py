@@ -53,8 +53,7 @@ def test_twenty_steps_with_accumulation_and_evaluation(workplace: Path, adapter:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "dropout": ADAPTERS | {"lora_dropout": 0.1},
-    "checkpointing": ADAPTERS | {"gradient_checkpointing": True},
+    "checkpointing-and-dropout": ADAPTERS | {"gradient_checkpointing": True, "lora_dropout": 0.1},
     "checkpointing-not-reentrant": {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },

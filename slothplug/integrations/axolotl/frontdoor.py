@@ -1,7 +1,7 @@
 """The front door: what is wrapped in Axolotl so that ``use_fast_kernels: true`` alone, without ``plugins:``, is served.
 
 Reached by ``slothplug run`` and ``axolotl slothplug`` only. It changes ``axolotl.cli.config.prepare_plugins``, which
-Axolotl calls on every configuration that it has read, in each of its processes: where the flag is set, our plugin is
+Axolotl calls on every configuration that it has read, in each of its processes: where the flag is on, our plugin is
 added to the configuration's list first. Once; ``close_config`` puts back what was there.
 """
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from slothplug.settings import FLAG
+from slothplug.integrations.axolotl.translation import settings_of
 
 PLUGIN = "slothplug.integrations.axolotl.SlothplugPlugin"
 _HOME = "axolotl.cli.config"
@@ -33,9 +33,13 @@ def close_config() -> None:
 
 
 def add_plugin(cfg: MutableMapping[str, Any]) -> None:
-    """Lists our plugin in a raw configuration that has the flag and does not list it."""
+    """Lists our plugin in a raw configuration that has the flag on and does not list it.
+
+    Raises:
+        SettingsError: the flag or one of its settings is not valid, or its name is misspelt.
+    """
     listed = cfg.get("plugins") or []
-    if cfg.get(FLAG) is not None and PLUGIN not in listed:
+    if settings_of(cfg) is not None and PLUGIN not in listed:
         cfg["plugins"] = [*listed, PLUGIN]
 
 

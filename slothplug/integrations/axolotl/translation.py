@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slothplug.errors import SettingsError
 from slothplug.integrations.hf.flag import flag_value
 from slothplug.settings import FLAG, Settings
 
@@ -28,9 +30,11 @@ def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
     """The settings that ``cfg``, raw or validated, stands for; None where the flag is absent or off.
 
     Raises:
-        SettingsError: the flag or one of its settings is not valid.
+        SettingsError: the flag or one of its settings is not valid, or its name is misspelt.
     """
     flag = cfg.get(FLAG)
+    if FLAG not in cfg:
+        _refuse_misspelt(cfg)
     settings = Settings.from_flag(flag_value(flag)) if flag is not None else None
     if settings is None:
         return None
@@ -42,6 +46,12 @@ def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
         settings.model_copy(update={"keep_logits": True}),
         f"the output head computes real logits (as with keep_logits: true), because {reader} reads them",
     )
+
+
+def _refuse_misspelt(cfg: Mapping[str, Any]) -> None:
+    """Raises where ``cfg`` has nearly our key, which Axolotl would drop without a word."""
+    for key in difflib.get_close_matches(FLAG, cfg, n=1, cutoff=0.9):
+        raise SettingsError(f"'{key}' is no key of Axolotl's. Did you mean '{FLAG}'?")
 
 
 def _reader_of_logits(cfg: Mapping[str, Any]) -> str | None:
