@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -114,3 +115,22 @@ def test_inference_answers_as_without_the_flag(workplace: Path, monkeypatch: pyt
         batch = tokenizer("the quick brown sloth", return_tensors="pt")
         answers.append(model.generate(input_ids=batch["input_ids"], max_new_tokens=12, do_sample=False))
     assert torch.equal(*answers)
+
+
+def test_evaluate_measures_the_same_loss(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from axolotl.cli.evaluate import do_cli as evaluate
+    from axolotl.integrations.base import PluginManager
+
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr("sys.argv", ["axolotl"])
+    losses = []
+    for flag in (True, None):
+        name = f"evaluate-{flag}"
+        path = write(workplace, name, plugins=[OURS], use_fast_kernels=flag, val_set_size=8)
+        PluginManager.get_instance().plugins.clear()
+        evaluate(config=str(path))
+        with (workplace / name / "eval_summary.csv").open() as file:
+            (row,) = [row for row in csv.reader(file) if row[0] == "loss"]
+        losses.append([float(value) for value in row[1:]])
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
