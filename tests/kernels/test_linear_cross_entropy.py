@@ -725,6 +725,21 @@ def test_never_waits_for_the_device(max_valid: int | None, backend: Backend, dev
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [1, 257, 65535, 65536, 65537, 128256, 151936, 262208])
+@pytest.mark.parametrize("count", [0, 1, 7, 4097])
+def test_every_vocabulary_with_every_token_count(count: int, vocabulary: int, device: torch.device) -> None:
+    torch.manual_seed(count + vocabulary)
+    hidden, weight = torch.randn(count, 16, device=device), torch.randn(vocabulary, 16, device=device)
+    labels = draw_labels(count, vocabulary).to(device)
+    got = differentiate(
+        lambda h, w: linear_cross_entropy(h, w, labels, reduction="sum", backend="triton"), 1.0, hidden, weight
+    )
+    stocks = differentiate(lambda h, w: stock(h, w, labels, reduction="sum"), 1.0, hidden, weight)
+    want = differentiate(lambda h, w: oracle(h, w, labels, reduction="sum"), 1.0, hidden.double(), weight.double())
+    assert_close_as_stock(got, stocks, want)
+
+
+@pytest.mark.gpu
 def test_more_logits_than_int32_counts(device: torch.device) -> None:
     """One chunk of 17,000 rows of 128,256 logits: 2.2e9 elements."""
     torch.manual_seed(0)
