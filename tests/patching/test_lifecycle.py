@@ -17,6 +17,7 @@ from slothplug.hookspecs import hookimpl
 from slothplug.patching import patch as patch_module
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.proof import difference
+from tests.patching.device import DEVICE
 
 pytestmark = pytest.mark.core
 
@@ -107,7 +108,7 @@ def test_a_probe_that_could_not_run_is_tried_again(
 def test_the_callers_modes_do_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_module, "_verdicts", {})
     expected = [(site.op, site.status) for site in slothplug.patch(tiny_llama()).sites]
-    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16)):
         model = tiny_llama()
         monkeypatch.setattr(patch_module, "_verdicts", {})
         with mode:
