@@ -372,7 +372,7 @@ def test_result_does_not_depend_on_the_chunk(
 
 def test_chunks_follow_the_budget() -> None:
     assert chunk_rows(8192, 128256, 2, 512 * 2**20) == 2048
-    assert chunk_rows(100, 128256, 2, 512 * 2**20) == 128
+    assert chunk_rows(100, 128256, 2, 512 * 2**20) == 256
     assert chunk_rows(4096, 128256, 2, 2**20) == 4
     assert chunk_rows(4096, 128256, 2, 1) == 1
     for count, vocabulary, size in itertools.product((0, 1, 2049, 16384), (257, 65537, 151936, 262208), (2, 4)):

@@ -577,7 +577,8 @@ def test_outputs_kept_in_a_backward_pass_are_dropped_at_its_end() -> None:
     x = torch.randn(2, 32, requires_grad=True)
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         y = torch.utils.checkpoint.checkpoint(lambda x: q(x) + k(x)[:, :1], x, use_reentrant=False)
-    y.sum().backward()
+    siblings.clear()  # a part of the model called by itself has no end
+    y.sum().backward()  # on a GPU it recomputes on another thread
     current = siblings._local.round
     assert current is None or not current.kept
     assert fallbacks(report)[siblings.NOT_ASKED_FOR] == 2  # v_proj's, of the forward and of the recompute
