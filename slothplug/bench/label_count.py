@@ -35,14 +35,14 @@ def counted_at_the_call() -> Iterator[None]:
 @contextmanager
 def counted_at_the_loss() -> Iterator[None]:
     """One wait for the device at the loss."""
-    with mock.patch.object(LabelCount, "start", lambda labels: None):
+    with mock.patch.object(LabelCount, "start", return_value=None):
         yield
 
 
 @contextmanager
 def not_counted() -> Iterator[None]:
     """Every row takes part."""
-    with counted_at_the_loss(), mock.patch.object(Bound, "max_valid", lambda *_: None):
+    with counted_at_the_loss(), mock.patch.object(Bound, "max_valid", return_value=None):
         yield
 
 

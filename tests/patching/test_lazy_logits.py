@@ -84,7 +84,7 @@ FUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "shift": shifted,
     "soft-cap": lambda x: F.cross_entropy((torch.tanh(x / 3.0) * 3.0).view(-1, V), LABELS),
     "scale from the left": lambda x: F.cross_entropy((0.25 * x).view(-1, V), LABELS),
-    "scale by a 0-d tensor": lambda x: F.cross_entropy((torch.tensor(0.25) * x).view(-1, V), LABELS),
+    "scale by a 0-d tensor": lambda x: F.cross_entropy((torch.tensor(0.25, device="cpu") * x).view(-1, V), LABELS),
     "divide": lambda x: F.cross_entropy((x / 8).view(-1, V), LABELS),
     "smoothing": lambda x: F.cross_entropy(x.view(-1, V), LABELS, label_smoothing=0.1),
     "class weights": lambda x: F.cross_entropy(x.view(-1, V), LABELS, weight=torch.linspace(0.5, 2.0, V)),
