@@ -53,11 +53,13 @@ from slothplug.kernels.cross_entropy import (
     Epilogue,
     EpilogueStep,
     Primitives,
+    RowStatistics,
     Terms,
     TorchPrimitives,
     Upstream,
     compose,
     loss_arithmetic,
+    slice_statistics,
     slice_upstream,
     times,
 )
@@ -131,6 +133,7 @@ def linear_cross_entropy(
     epilogue: Sequence[EpilogueStep] = (),
     max_valid: int | None = None,
     chunk_bytes: int = 512 * 2**20,
+    statistics: RowStatistics | None = None,
     backend: Backend = "torch",
 ) -> torch.Tensor:
     """``F.cross_entropy(epilogue(F.linear(hidden, weight, bias)), labels, ...)``, a chunk of logits at a time.
@@ -154,6 +157,8 @@ def linear_cross_entropy(
             labels count, loss and gradients are nan; on a CPU a ValueError.
         chunk_bytes: budget of the logits buffer; below one row it is one row. The result does not depend on it beyond
             the order in which float32 sums are taken.
+        statistics: [N] each, to be written: what every row's softmax says beside the loss, of the ignored rows too, all
+            of which then take part. Costs nothing but the writing.
         backend: who computes the rows, "torch" or "triton". float64 is always computed by torch.
 
     Returns:
@@ -174,13 +179,15 @@ def linear_cross_entropy(
         label_smoothing,
         z_loss,
         compose(epilogue, hidden.dtype),
-        max_valid,
+        max_valid if statistics is None else None,
         chunk_bytes,
         torch.is_grad_enabled(),
     )
     on: Backend = "torch" if loss_arithmetic(hidden.dtype) is torch.float64 else backend
     primitives = primitives_on(on, TorchPrimitives, "cross_entropy")
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, class_weight, options, primitives)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(
+        hidden, weight, bias, labels, class_weight, statistics, options, primitives
+    )
     return loss
 
 
@@ -226,6 +233,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         class_weight: torch.Tensor | None,
+        statistics: RowStatistics | None,
         options: _Options,
         primitives: Primitives,
     ) -> torch.Tensor:
@@ -241,7 +249,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 terms = terms._replace(slope=1.0)  # the backward multiplies by it
             head = _Head(weight, bias, terms, options.chunk_bytes, primitives)
             upstream = Upstream(None, divisor if _rounds(hidden.dtype) else None) if ahead else None
-            gradients = _sweep(rows, head, losses, upstream, needed if ahead else (False,) * 3, row_weight.dtype)
+            needed_now = needed if ahead else (False,) * 3
+            gradients = _sweep(rows, head, losses, statistics, upstream, needed_now, row_weight.dtype)
             loss = _reduce(losses, divisor, rows.keep, labels.numel(), options)
             too_many = _too_many(labels, options)
             if too_many is not None:
@@ -268,7 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = gradients.hidden
             if grad_hidden is not None and keep is not None:
                 grad_hidden = _put_back(grad_hidden, keep, ctx.num_rows)
-        return grad_hidden, gradients.weight, gradients.bias, None, None, None, None
+        return grad_hidden, gradients.weight, gradients.bias, None, None, None, None, None
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -373,11 +382,12 @@ def _sweep(
     rows: _Rows,
     head: _Head,
     losses: torch.Tensor | None,
+    statistics: RowStatistics | None,
     upstream: Upstream | None,
     needed: tuple[bool, ...],
     hidden_dtype: torch.dtype,
 ) -> _Gradients:
-    """One pass over the chunks: losses where asked, and the gradients ``needed`` of (hidden, weight, bias).
+    """One pass over the chunks: what is asked for, and the gradients ``needed`` of (hidden, weight, bias).
 
     Gradients of the weight and the bias are in the loss's arithmetic, that of hidden is in ``hidden_dtype``.
     """
@@ -400,8 +410,9 @@ def _sweep(
         chunk, labels, logits = rows.chunk(start, stop), rows.labels[start:stop], buffer[: stop - start]
         _project(chunk, head, logits)
         row_losses = None if losses is None else losses[start:stop]
+        row_statistics = None if statistics is None else slice_statistics(statistics, start, stop)
         head.primitives.cross_entropy_rows(
-            logits, labels, row_losses, head.terms, slice_upstream(upstream, start, stop)
+            logits, labels, row_losses, head.terms, slice_upstream(upstream, start, stop), row_statistics
         )
         if grad_hidden is not None:
             product(logits, weight, grad_hidden[start:stop])
@@ -479,5 +490,5 @@ def _recompute(
     terms = _terms(class_weight, options, loss_arithmetic(hidden.dtype))
     head = _Head(weight, bias, terms, options.chunk_bytes, ctx.primitives)
     rows = _Rows(hidden, labels, keep)
-    gradients = _sweep(rows, head, None, Upstream(grad, divisor), ctx.needs_input_grad[:3], hidden.dtype)
+    gradients = _sweep(rows, head, None, None, Upstream(grad, divisor), ctx.needs_input_grad[:3], hidden.dtype)
     return _Gradients(*(None if gradient is None else gradient.to(hidden.dtype) for gradient in gradients))
