@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from slothplug.errors import StaleLogitsError
-from slothplug.kernels.cross_entropy import EpilogueStep
+from slothplug.kernels.cross_entropy import EpilogueStep, RowStatistics
+from slothplug.patching.readers import Readers
 from slothplug.patching.sites import Calls
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ class Step(NamedTuple):
     Attributes:
         func, args, kwargs: the operation, whose first argument is the tensor.
         rows: the same choice or order of rows on hidden states ``[..., H]``; None where rows stay what they are.
+        reshapes: whether ``rows`` chooses all rows in their order.
         epilogue: the step as the fused loss knows it; None where values stay what they are.
         meta: the result on the ``meta`` device, where ``func`` cannot run there or is slow: elementwise operations go
             through Python there and take a millisecond.
@@ -36,6 +38,7 @@ class Step(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written)
     rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    reshapes: bool = False
     epilogue: EpilogueStep | None = None
     meta: torch.Tensor | None = None
 
@@ -53,8 +56,10 @@ class Product:
         loss: the fused loss, ``kernels.linear_cross_entropy``.
         chunk_bytes: budget for logits that are made a chunk at a time.
         max_valid: ``max_valid(labels, ignore_index)`` is an upper bound for the labels that count, or None.
+        readers: who reads of every row what its softmax says.
         open: whether a loss may still be fused: the outermost call is running and nothing was read.
         loss_taken: whether a fused loss was computed.
+        statistics: what it wrote down for the readers, of all rows in their order; None where none were expected.
     """
 
     def __init__(
@@ -67,9 +72,12 @@ class Product:
         chunk_bytes: int,
         calls: Calls,
         max_valid: Callable[[torch.Tensor, int], int | None],
+        readers: Readers,
     ) -> None:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self.loss, self.chunk_bytes, self.calls, self.max_valid = loss, chunk_bytes, calls, max_valid
+        self.readers = readers
+        self.statistics: RowStatistics | None = None
         self.open, self.loss_taken, self._was_read = True, False, False
         self._deferred: weakref.WeakSet[Deferred] = weakref.WeakSet()
         self._versions = self._current_versions()
@@ -209,6 +217,39 @@ class Deferred:
             hidden = step.rows(hidden) if step.rows is not None else hidden
         return hidden
 
+    def expect_readers(self) -> RowStatistics | None:
+        """Room for what the loss of these values is to write down; None where nobody is expected to read it of them."""
+        if not self._is_of_the_product() or not all(step.rows is None or step.reshapes for step in self.steps()):
+            return None
+        self.product.statistics = self.product.readers.expect(self.meta.shape[0], self.product.hidden.device)
+        return self.product.statistics
+
+    def argmax(self) -> torch.Tensor:
+        """The most likely word of every row, ``[...]`` int64."""
+        written = self._written()
+        if written is not None:
+            return self._own_rows(written.argmax)
+        return self._by_chunks(lambda logits: logits.argmax(-1))
+
+    def entropy(self) -> torch.Tensor:
+        """The entropy of every row in nats, ``[...]`` float32."""
+        written = self._written()
+        return self._own_rows(written.entropy) if written is not None else self._by_chunks(_entropy)
+
+    def _written(self) -> RowStatistics | None:
+        self.product.readers.note()
+        return self.product.statistics if self._is_of_the_product() else None
+
+    def _is_of_the_product(self) -> bool:
+        """Whether its values are those that the head computed: nothing but casts to a wider dtype."""
+        return all(step == ("cast", torch.float32) for step in self.epilogue())
+
+    def _own_rows(self, of_all: torch.Tensor) -> torch.Tensor:
+        return self.rows(of_all.view(*self.product.hidden.shape[:-1], 1)).squeeze(-1)
+
+    def _by_chunks(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return torch.cat([function(logits) for logits in self.chunks()]).view(self.meta.shape[:-1])
+
     def chunks(self) -> Iterator[torch.Tensor]:
         """The value as ``[rows, V]`` pieces of at most ``chunk_bytes``, without keeping any."""
         self.product.check_current()
@@ -220,6 +261,11 @@ class Deferred:
             for step in elementwise:
                 logits = step(logits)
             yield logits
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    log_p = torch.log_softmax(logits.float(), -1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 class _StepCounter:
@@ -301,7 +347,7 @@ def _view(func: Any, logits: Deferred, size: list[int]) -> Step | None:
     if meta.ndim == 0 or meta.shape[-1] != logits.meta.shape[-1]:
         return None
     shape = tuple(meta.shape[:-1])
-    return Step(func, (size,), rows=lambda hidden: hidden.reshape(*shape, hidden.shape[-1]), meta=meta)
+    return Step(func, (size,), rows=lambda hidden: hidden.reshape(*shape, hidden.shape[-1]), reshapes=True, meta=meta)
 
 
 def _slice(

@@ -9,8 +9,9 @@ in stock.
 Three things happen to it:
 
 - elementwise operations, casts, and choices and orders of rows are recorded (``deferred.RULES``);
-- ``F.cross_entropy`` on it, inside the call of the model, is the fused loss with the recorded steps as epilogue, and
-  ``argmax`` over the vocabulary is taken a chunk at a time;
+- ``F.cross_entropy`` on it, inside the call of the model, is the fused loss with the recorded steps as epilogue;
+  ``argmax`` over the vocabulary, and the entropy (``log_probabilities``), are what that loss wrote down for them, or
+  taken a chunk at a time;
 - everything else computes the values, once, and goes on with them. From then on nothing of this head's call is fused.
 """
 
@@ -101,10 +102,28 @@ class LazyLogits(torch.Tensor):
         if func is aten.mul.Tensor and not isinstance(args[0], LazyLogits):
             args = args[::-1]
         if isinstance(args[0], LazyLogits):
-            result = _put_off_further(func, args[0], args[1:], kwargs)
+            result = args[0]._put_off_further(func, args[1:], kwargs)
             if result is not None:
                 return result
         return _with_values(func, args, kwargs)
+
+    def _put_off_further(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` gives without the values; None where it needs them."""
+        if func is aten.detach.default or func is aten.alias.default:
+            return LazyLogits(self._deferred, _stays_fusable(self))
+        if self._deferred.is_real:
+            return None
+        if func is aten.argmax.default:
+            return _argmax(self._deferred, *args, **kwargs)
+        if func is aten._log_softmax.default:
+            from slothplug.patching import log_probabilities  # which are a kind of lazy logits
+
+            return log_probabilities.put_off(self, *args, **kwargs)
+        if func in RULES:
+            step = RULES[func](func, self._deferred, *args, **kwargs)
+            return _derived(self, step) if step is not None else None
+        # In inference mode, composite operations arrive whole.
+        return func.decompose(self, *args, **kwargs) if func._can_decompose() else None
 
 
 class _PutOff(torch.autograd.Function):
@@ -191,11 +210,19 @@ def _fused_cross_entropy(
             label_smoothing=label_smoothing,
             class_weight=weight,
             epilogue=tuple(epilogue),
-            max_valid=product.max_valid(target, ignore_index),
             chunk_bytes=product.chunk_bytes,
+            **_rows_of_interest(deferred, target, ignore_index),
         )
     product.loss_taken = True
     return product.calls.serve(loss)
+
+
+def _rows_of_interest(deferred: Deferred, target: torch.Tensor, ignore_index: int) -> dict[str, Any]:
+    """Where somebody is expected to read of every row, what he reads; else how many rows the loss needs at most."""
+    statistics = deferred.expect_readers()
+    if statistics is not None:
+        return {"statistics": statistics}
+    return {"max_valid": deferred.product.max_valid(target, ignore_index)}
 
 
 def _may_fuse(logits: LazyLogits, target: object, weight: torch.Tensor | None) -> bool:
@@ -209,25 +236,10 @@ def _may_fuse(logits: LazyLogits, target: object, weight: torch.Tensor | None) -
     return weight is None or (plain(weight) and weight.dtype is logits.dtype and not weight.requires_grad)
 
 
-def _put_off_further(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func`` gives without the values; None where it needs them."""
-    if func is aten.detach.default or func is aten.alias.default:
-        return LazyLogits(logits._deferred, _stays_fusable(logits))
-    if logits._deferred.is_real:
-        return None
-    if func is aten.argmax.default:
-        return _chunked_argmax(logits._deferred, *args, **kwargs)
-    if func in RULES:
-        step = RULES[func](func, logits._deferred, *args, **kwargs)
-        return _derived(logits, step) if step is not None else None
-    # In inference mode, composite operations arrive whole.
-    return func.decompose(logits, *args, **kwargs) if func._can_decompose() else None
-
-
-def _chunked_argmax(deferred: Deferred, dim: int | None = None, keepdim: bool = False) -> torch.Tensor | None:
+def _argmax(deferred: Deferred, dim: int | None = None, keepdim: bool = False) -> torch.Tensor | None:
     if dim is None or dim % deferred.meta.ndim != deferred.meta.ndim - 1 or deferred.meta.numel() == 0:
         return None
-    found = torch.cat([logits.argmax(-1) for logits in deferred.chunks()]).view(deferred.meta.shape[:-1])
+    found = deferred.argmax()
     return found.unsqueeze(-1) if keepdim else found
 
 

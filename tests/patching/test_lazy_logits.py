@@ -23,6 +23,7 @@ from slothplug.exactness import assert_as_exact
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.patching.deferred import Product
 from slothplug.patching.lazy_logits import LazyLogits, put_off
+from slothplug.patching.readers import Readers
 from slothplug.patching.sites import Calls
 from tests.patching.device import DEVICE, cpu_only
 
@@ -55,7 +56,7 @@ class Head:
     def lazy(self, dtype: torch.dtype | None = None) -> LazyLogits:
         self.product = Product(
             self.hidden * 1, self.weight, self.bias, dtype or self.hidden.dtype,
-            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls, lambda *_: None,
+            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls, lambda *_: None, Readers(),
         )  # fmt: skip
         return put_off(self.product)
 
@@ -505,7 +506,9 @@ def test_bfloat16_is_as_exact_as_stock(dtype: torch.dtype, cap: float | None) ->
 
         def lazy(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             kernel = partial(linear_cross_entropy, backend="torch")
-            return put_off(Product(hidden, weight, None, torch.bfloat16, kernel, 4096, Calls(), lambda *_: None))
+            return put_off(
+                Product(hidden, weight, None, torch.bfloat16, kernel, 4096, Calls(), lambda *_: None, Readers())
+            )
 
         oracle = run(lambda hidden, weight: hidden @ weight.t(), hidden.double(), weight.double())
         return run(lazy, hidden, weight), run(F.linear, hidden, weight), oracle

@@ -26,6 +26,7 @@ from slothplug.patching.label_count import Bound
 from slothplug.patching.lazy_logits import put_off
 from slothplug.patching.private_class import is_patched, stock_class
 from slothplug.patching.proof import difference
+from slothplug.patching.readers import Readers
 from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import (
     OTHER_ARGUMENTS,
@@ -62,6 +63,7 @@ class Head:
 
     chunk_bytes: int
     bound: Bound = field(default_factory=Bound)
+    readers: Readers = field(default_factory=Readers)
 
 
 @hookimpl
@@ -102,8 +104,11 @@ def fast_head(module: nn.Module, served: Served, hidden: torch.Tensor, *args: An
     if reason is not None or weight is None:
         return served.fall_back(module, reason or "it has no weight of its own", hidden)
     dtype = _product_dtype(hidden)
-    max_valid = partial(served.params.bound.max_valid, count=call.label_count)
-    product = Product(hidden, weight, bias, dtype, served.kernel, served.params.chunk_bytes, served.calls, max_valid)
+    head: Head = served.params
+    max_valid = partial(head.bound.max_valid, count=call.label_count)
+    product = Product(
+        hidden, weight, bias, dtype, served.kernel, head.chunk_bytes, served.calls, max_valid, head.readers
+    )
     call.at_end.append(lambda: product.close(completed=not call.failed))
     return put_off(product)
 
@@ -202,7 +207,7 @@ def _probe(
 
     def fused(x: torch.Tensor) -> torch.Tensor:
         max_valid = partial(Bound().max_valid, count=None)
-        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, max_valid)
+        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, max_valid, Readers())
         return _loss(put_off(product), epilogue, labels)
 
     def stock(x: torch.Tensor) -> torch.Tensor:
