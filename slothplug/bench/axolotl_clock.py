@@ -43,5 +43,6 @@ class ClockPlugin(BasePlugin):
             "peak_bytes": self.clock.peak_bytes,
             "losses": [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry],
             "report": reports[0].to_dict()["operations"] if reports and reports[0] else None,
+            "left": sorted({f"{site.op}: {site.reason}" for one in reports if one for site in one.left}),
         }
         Path(cfg.output_dir, MEASURED).write_text(json.dumps(measured))

@@ -15,12 +15,13 @@ class Clock(TrainerCallback):
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self._peak_of_steps = 0
 
     @property
     def peak_bytes(self) -> int:
         """The allocator's peak since training began; of the whole process without a GPU."""
         if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated()
+            return max(self._peak_of_steps, torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -34,6 +35,8 @@ class Clock(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         _synchronize()
         self.times.append(time.perf_counter() - self._start)
+        if torch.cuda.is_available():  # Axolotl resets the allocator's peak where it logs
+            self._peak_of_steps = max(self._peak_of_steps, torch.cuda.max_memory_allocated())
 
 
 def _synchronize() -> None:
