@@ -116,6 +116,27 @@ def test_the_callers_modes_do_not_decide(tiny_llama: Callable[..., nn.Module], m
         assert [(site.op, site.status) for site in report.sites] == expected
 
 
+def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axolotl allows it wherever the GPU has it. The head's proof failed: its loss multiplies in another order."""
+    monkeypatch.setattr(patch_module, "_verdicts", {})
+    allowed: list[bool] = []
+
+    def prove(*args: Any) -> str | None:
+        allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        return difference(*args)
+
+    monkeypatch.setattr("slothplug.patching.ops.head.difference", prove)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        report = slothplug.patch(tiny_llama())
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert not report.left
+    assert allowed
+    assert not any(allowed)
+
+
 def test_an_adapter_on_the_head_is_said_of_the_head(tiny_llama: Callable[..., nn.Module]) -> None:
     report = slothplug.patch(adapted(tiny_llama(), target_modules=["q_proj", "lm_head"]))
     (head,) = report.by_op()["head"]
