@@ -20,7 +20,8 @@ import typer
 from torch import nn
 
 import slothplug
-from slothplug.bench.trainer_step import SHAPES, versions
+from slothplug.bench.environment import versions
+from slothplug.bench.trainer_step import SHAPES
 from slothplug.patching.label_count import Bound, LabelCount
 
 IGNORED = -100

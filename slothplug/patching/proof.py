@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def full_float32_products() -> Iterator[None]:
 
     Trainers allow it for a whole run (Axolotl wherever the GPU has it, transformers with ``tf32=True``).
     """
-    matmuls = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    matmuls: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]
     before = [switch.fp32_precision for switch in switches]
     precision = _float32_matmul_precision()
@@ -55,7 +56,7 @@ def full_float32_products() -> Iterator[None]:
 def _float32_matmul_precision() -> str | None:
     """None where the newer switches were used, which torch does not let one mix with this."""
     try:
-        return torch.get_float32_matmul_precision()
+        return str(torch.get_float32_matmul_precision())
     except RuntimeError:
         return None
 
