@@ -158,7 +158,6 @@ def test_where_slothplug_is_not_installed_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ([], 2, "name the command"),
         (["no-such-command"], 127, "no command 'no-such-command' was found."),
         (["train.py"], 127, "Did you mean: slothplug run python train.py"),
     ],

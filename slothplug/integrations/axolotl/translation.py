@@ -9,6 +9,7 @@ from typing import Any
 
 from slothplug.errors import SettingsError
 from slothplug.integrations.hf.flag import flag_value
+from slothplug.plugins import operations
 from slothplug.settings import FLAG, Settings
 
 READ_LOGITS = ("rl", "orpo_alpha", "reward_model", "process_reward_model", "kd_trainer", "use_eaft", "do_bench_eval")
@@ -30,7 +31,8 @@ def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
     """The settings that ``cfg``, raw or validated, stands for; None where the flag is absent or off.
 
     Raises:
-        SettingsError: the flag or one of its settings is not valid, or its name is misspelt.
+        SettingsError: the flag or one of its settings is not valid, names an operation that there is not, or is
+            misspelt.
     """
     flag = cfg.get(FLAG)
     if FLAG not in cfg:
@@ -38,6 +40,7 @@ def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
     settings = Settings.from_flag(flag_value(flag)) if flag is not None else None
     if settings is None:
         return None
+    settings.check_ops([operation.name for operation in operations()])
     reader = _reader_of_logits(cfg)
     if reader is None or settings.keep_logits:
         return Chosen(settings)
