@@ -1,4 +1,5 @@
-"""A product that was put off: ``hidden @ weight.T + bias``, the steps recorded on it, and how they become real.
+"""A product that was put off: ``hidden @ weight.T + bias``, with an adapter's share where there is one, the steps
+recorded on it, and how they become real.
 
 Plain bookkeeping below autograd: nothing here is a tensor subclass or holds a graph. Values have the shapes, dtypes and
 strides, and alias one another, exactly as if every step had been run at once.
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from slothplug.errors import StaleLogitsError
 from slothplug.kernels.cross_entropy import EpilogueStep, RowStatistics
+from slothplug.kernels.linear_cross_entropy import LowRank
 from slothplug.patching.readers import Readers
 from slothplug.patching.sites import Calls
 
@@ -57,6 +59,8 @@ class Product:
         chunk_bytes: budget for logits that are made a chunk at a time.
         max_valid: ``max_valid(labels, ignore_index)`` is an upper bound for the labels that count, or None.
         readers: who reads of every row what its softmax says.
+        low_rank: a LoRA adapter's share of the logits, or None. Its u is ``[..., r]``, with its graph and in the dtype
+            that PEFT multiplies by B in, to which B is cast.
         open: whether a loss may still be fused: the outermost call is running and nothing was read.
         loss_taken: whether a fused loss was computed.
         statistics: what it wrote down for the readers, of all rows in their order; None where none were expected.
@@ -73,10 +77,11 @@ class Product:
         calls: Calls,
         max_valid: Callable[[torch.Tensor, int], int | None],
         readers: Readers,
+        low_rank: LowRank | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self.loss, self.chunk_bytes, self.calls, self.max_valid = loss, chunk_bytes, calls, max_valid
-        self.readers = readers
+        self.readers, self.low_rank = readers, low_rank
         self.statistics: RowStatistics | None = None
         self.open, self.loss_taken, self._was_read = True, False, False
         self._deferred: weakref.WeakSet[Deferred] = weakref.WeakSet()
@@ -88,13 +93,26 @@ class Product:
         bias = self.bias.to(self.dtype) if self.bias is not None else None
         return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
 
-    def linear(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of ``hidden`` rows, without a graph, whatever autocast says now."""
+    def adapter(self, of_rows: Callable[[torch.Tensor], torch.Tensor]) -> LowRank | None:
+        """The adapter's share for the rows that ``of_rows`` takes from u, in u's dtype, as part of its graph."""
+        if self.low_rank is None:
+            return None
+        u, b, scaling = self.low_rank
+        return LowRank(of_rows(u), b.to(u.dtype), scaling)
+
+    def linear(self, hidden: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:
+        """The logits of rows of hidden, and of u where there is an adapter, without a graph, whatever autocast says
+        now. Rounded where PEFT rounds.
+        """
         weight, bias = self.weight.detach(), self.bias.detach() if self.bias is not None else None
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(
+            logits = F.linear(
                 hidden.detach().to(self.dtype), weight.to(self.dtype), bias.to(self.dtype) if bias is not None else None
             )
+            if u is not None and self.low_rank is not None:
+                _, b, scaling = self.low_rank
+                logits += F.linear(u.detach(), b.detach().to(u.dtype)).mul_(scaling)
+            return logits
 
     def make_real(self, reason: str) -> None:
         """Computes everything that was put off and can still be reached, and ends fusing.
@@ -129,7 +147,7 @@ class Product:
 
     def check_current(self) -> None:
         """Raises ``StaleLogitsError`` where the product would no longer be what the head's call meant."""
-        if self.weight.untyped_storage().nbytes() == 0:
+        if any(weight.untyped_storage().nbytes() == 0 for weight in self._weights()):
             event = "the output head's sharded weights were freed"
         elif self._optimizer_steps is not None and self._optimizer_steps != _optimizer_steps_so_far():
             event = "an optimizer stepped"
@@ -151,11 +169,16 @@ class Product:
         return any(not deferred.is_real for deferred in self._deferred)
 
     def _head_trains(self) -> bool:
-        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        return any(weight.requires_grad for weight in self._weights())
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The weights that values are computed from; A's part is in u already."""
+        b = self.low_rank.b if self.low_rank is not None else None
+        return [tensor for tensor in (self.weight, self.bias, b) if tensor is not None]
 
     def _current_versions(self) -> tuple[tuple[torch.dtype, int, int], ...]:
         """What tells that a tensor is another than it was. A write through ``.data`` into its memory does not."""
-        tensors = (tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None)
+        tensors = (self.hidden, *self._weights())
         return tuple((t.dtype, t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
 
 
@@ -194,7 +217,8 @@ class Deferred:
         """The real tensor. A view is a view of its parent's."""
         if self._value is None:
             if self._parent is None or self._step is None:
-                self._value = self.product.linear(self.product.hidden)
+                product = self.product
+                self._value = product.linear(product.hidden, product.low_rank.u if product.low_rank else None)
             else:
                 self._value = self._step(self._parent.compute())
             self._parent = self._step = None
@@ -212,7 +236,7 @@ class Deferred:
         return [step.epilogue for step in self.steps() if step.epilogue is not None]
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows of ``hidden`` ``[..., H]`` that this value's rows were made from, in its order."""
+        """The rows of ``hidden`` ``[..., H]``, or of u, that this value's rows were made from, in its order."""
         for step in self.steps():
             hidden = step.rows(hidden) if step.rows is not None else hidden
         return hidden
@@ -241,8 +265,11 @@ class Deferred:
         return self.product.statistics if self._is_of_the_product() else None
 
     def _is_of_the_product(self) -> bool:
-        """Whether its values are those that the head computed: nothing but casts to a wider dtype."""
-        return all(step == ("cast", torch.float32) for step in self.epilogue())
+        """Whether its values are those that the loss sees: nothing but casts to a wider dtype.
+
+        An adapter's share is rounded in another order there, which may decide between two words.
+        """
+        return self.product.low_rank is None and all(step == ("cast", torch.float32) for step in self.epilogue())
 
     def _own_rows(self, of_all: torch.Tensor) -> torch.Tensor:
         return self.rows(of_all.view(*self.product.hidden.shape[:-1], 1)).squeeze(-1)
@@ -254,10 +281,13 @@ class Deferred:
         """The value as ``[rows, V]`` pieces of at most ``chunk_bytes``, without keeping any."""
         self.product.check_current()
         elementwise = [step for step in self.steps() if step.epilogue is not None]
-        hidden = self.rows(self.product.hidden.detach()).reshape(-1, self.product.hidden.shape[-1])
+        low_rank = self.product.low_rank
+        operands = (self.product.hidden,) if low_rank is None else (self.product.hidden, low_rank.u)
         row_bytes = self.meta.shape[-1] * max(self.product.dtype.itemsize, self.meta.element_size())
-        for rows in hidden.split(max(1, self.product.chunk_bytes // row_bytes)):
-            logits = self.product.linear(rows)
+        size = max(1, self.product.chunk_bytes // row_bytes)
+        parts = (self.rows(tensor.detach()).reshape(-1, tensor.shape[-1]).split(size) for tensor in operands)
+        for hidden, *u in zip(*parts, strict=True):
+            logits = self.product.linear(hidden, *(u or (None,)))
             for step in elementwise:
                 logits = step(logits)
             yield logits

@@ -2,9 +2,9 @@
 
 A ``LazyLogits`` is a ``torch.Tensor`` with the shape, dtype, device and autograd history of the logits, whose values
 are computed when they are asked for. Autograd runs above it and records every operation as on any tensor: only values
-are put off. ``hidden @ weight.T + bias`` is one node of the graph (``_PutOff``), whatever follows has stock nodes. So
-hooks, custom autograd Functions, views, in-place writes and DDP's search for unused parameters see what they would see
-in stock.
+are put off. ``hidden @ weight.T + bias``, with an adapter's ``scaling * u @ b.T`` where there is one, is one node of
+the graph (``_PutOff``), whatever follows has stock nodes. So hooks, custom autograd Functions, views, in-place writes
+and DDP's search for unused parameters see what they would see in stock.
 
 Three things happen to it:
 
@@ -127,22 +127,32 @@ class LazyLogits(torch.Tensor):
 
 
 class _PutOff(torch.autograd.Function):
-    """``F.linear`` without its forward. The backward runs where a gradient was derived from real logits."""
+    """``F.linear``, and an adapter's share, without their forward.
+
+    The backward runs where a gradient was derived from real logits.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        u: torch.Tensor | None,
+        b: torch.Tensor | None,
+        product: Product,
     ) -> LazyLogits:
-        ctx.save_for_backward(hidden, weight, bias)
+        ctx.save_for_backward(hidden, weight, bias, u, b)
+        ctx.scaling = product.low_rank.scaling if product.low_rank is not None else 1.0
         ctx.set_materialize_grads(False)
         return LazyLogits(Deferred.start(product), fusable=True)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad_output is None:
-            return None, None, None, None
-        hidden, weight, bias = ctx.saved_tensors
-        grad_hidden = grad_weight = grad_bias = None
+            return (None,) * 6
+        hidden, weight, bias, u, b = ctx.saved_tensors
+        grad_hidden = grad_weight = grad_bias = grad_u = grad_b = None
         with torch.autocast(hidden.device.type, enabled=False):
             rows = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.needs_input_grad[0]:
@@ -152,7 +162,13 @@ class _PutOff(torch.autograd.Function):
                 grad_weight = (rows.t() @ inputs).to(weight.dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0).to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None
+            if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
+                scaled = grad_output.to(u.dtype) * ctx.scaling
+                if ctx.needs_input_grad[3]:
+                    grad_u = scaled @ b.to(u.dtype)
+                if ctx.needs_input_grad[4]:
+                    grad_b = (scaled.reshape(-1, scaled.shape[-1]).t() @ u.reshape(-1, u.shape[-1])).to(b.dtype)
+        return grad_hidden, grad_weight, grad_bias, grad_u, grad_b, None
 
 
 class _Ordinary(torch.autograd.Function):
@@ -169,7 +185,8 @@ class _Ordinary(torch.autograd.Function):
 
 def put_off(product: Product) -> LazyLogits:
     """The logits of ``product``, ``[..., V]`` of ``product.dtype``, in the graph of its operands and without values."""
-    operands = (product.hidden, product.weight, product.bias)
+    u, b, _ = product.low_rank or (None, None, 1.0)
+    operands = (product.hidden, product.weight, product.bias, u, b)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
         logits: LazyLogits = _PutOff.apply(*operands, product)
         return logits
@@ -200,6 +217,7 @@ def _fused_cross_entropy(
         epilogue.append(("cast", torch.float32))  # autocast computes log_softmax and nll_loss in float32
     with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
         hidden, head, bias = product.operands()
+        low_rank = product.adapter(deferred.rows)
         loss = product.loss(
             deferred.rows(hidden),
             head,
@@ -212,6 +230,7 @@ def _fused_cross_entropy(
             epilogue=tuple(epilogue),
             chunk_bytes=product.chunk_bytes,
             **_rows_of_interest(deferred, target, ignore_index),
+            **({} if low_rank is None else {"low_rank": low_rank}),
         )
     product.loss_taken = True
     return product.calls.serve(loss)

@@ -227,7 +227,7 @@ def _proved_sites(
             elif server == item.op:
                 _enter(report, item, earlier[item.module].calls)
             elif server is not None:
-                _leave(report, item.op, item.name, item.module, f"{server} serves this module")
+                _leave(report, item.op, item.name, item.module, f"{server} serves this module", excused=True)
             elif reason := why_not_touchable(item.module) or _verdict(item, settings):
                 _leave(report, item.op, item.name, item.module, reason)
             else:

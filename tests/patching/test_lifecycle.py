@@ -137,10 +137,11 @@ def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch:
     assert not any(allowed)
 
 
-def test_an_adapter_on_the_head_is_said_of_the_head(tiny_llama: Callable[..., nn.Module]) -> None:
+def test_an_adapter_on_the_head_is_the_heads(tiny_llama: Callable[..., nn.Module]) -> None:
     report = slothplug.patch(adapted(tiny_llama(), target_modules=["q_proj", "lm_head"]))
     (head,) = report.by_op()["head"]
-    assert (head.status, "adapter is on the head" in head.reason) == ("left", True)
+    (left,) = report.left
+    assert (head.status, left.op, left.name, left.excused) == ("fused", "lora", head.name, True)
 
 
 def test_a_class_above_ours_pickles_as_it_would_on_a_stock_module(tiny_llama: Callable[..., nn.Module]) -> None:

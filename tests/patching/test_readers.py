@@ -57,9 +57,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     rows: list[torch.Tensor] = []
     linear = Product.linear
 
-    def note(self: Product, hidden: torch.Tensor) -> torch.Tensor:
+    def note(self: Product, hidden: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:
         rows.append(hidden)
-        return linear(self, hidden)
+        return linear(self, hidden, u)
 
     monkeypatch.setattr(Product, "linear", note)
     return rows
