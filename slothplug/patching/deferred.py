@@ -245,8 +245,10 @@ class Deferred:
         """Room for what the loss of these values is to write down; None where nobody is expected to read it of them."""
         if not self._is_of_the_product() or not all(step.rows is None or step.reshapes for step in self.steps()):
             return None
-        self.product.statistics = self.product.readers.expect(self.meta.shape[0], self.product.hidden.device)
-        return self.product.statistics
+        product = self.product
+        rows, device = self.meta.shape[0], product.hidden.device
+        product.statistics = product.readers.expect(product.loss, rows, device, product.dtype)
+        return product.statistics
 
     def argmax(self) -> torch.Tensor:
         """The most likely word of every row, ``[...]`` int64."""

@@ -11,9 +11,11 @@ from transformers import CONFIG_MAPPING
 
 from tests.architectures.build import tiny_model
 from tests.architectures.step import Step, train_step
+from tests.patching.device import DEVICE
 
-IDS = torch.arange(3, 43).view(2, 20)
-LABELS = torch.where(torch.arange(20) < 4, -100, IDS)
+# Whoever imports them first: tests outside this folder do as well.
+IDS = torch.arange(3, 43, device=DEVICE).view(2, 20)
+LABELS = torch.where(torch.arange(20, device=DEVICE) < 4, -100, IDS)
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import slothplug
+from slothplug.kernels.cross_entropy import RowStatistics
+from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.patching.deferred import Product
 from slothplug.patching.log_probabilities import LazyLogProbabilities
-from slothplug.patching.sites import Calls
+from slothplug.patching.sites import STATE, Calls
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, LABELS, assert_same_step, tiny
 
@@ -100,6 +102,28 @@ def test_with_an_epilogue_logits_are_made_a_chunk_at_a_time(products: list[torch
             assert products
             assert max(rows.numel() for rows in products) < model.config.hidden_size * IDS.numel()
         assert calls_of(report).fallbacks == {}
+
+
+@pytest.mark.parametrize("fault", ["takes none", "writes another word"])
+def test_a_kernel_that_cannot_is_not_asked(fault: str, products: list[torch.Tensor]) -> None:
+    """A plugin's, say. Its readers are answered a chunk at a time."""
+
+    def kernel(*operands: torch.Tensor, statistics: RowStatistics | None = None, **options: Any) -> torch.Tensor:
+        if statistics is not None and fault == "takes none":
+            raise TypeError("unexpected keyword argument 'statistics'")
+        loss = linear_cross_entropy(*operands, statistics=statistics, **options)
+        if statistics is not None:
+            statistics.argmax[-1] += 1
+        return loss
+
+    model, stock = tiny("llama"), tiny("llama")
+    report = slothplug.patch(model)
+    model.lm_head.__dict__[STATE].kernel = kernel
+    for _ in range(3):
+        products.clear()
+        assert_same(read(model), read(stock))
+        assert products
+    assert (calls_of(report).served, dict(calls_of(report).fallbacks)) == (3, {})
 
 
 BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
