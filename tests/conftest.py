@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -13,9 +14,10 @@ INTERPRETS = not torch.cuda.is_available()
 
 torch.set_num_threads(1)
 if INTERPRETS:
-    # Triton reads it wherever a function is decorated; for its own library that is when anything first imports triton,
-    # and the frameworks that other tests import do.
+    # Triton reads it wherever a function is decorated; for its own library, which kernels call, that is here.
     os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        import triton.language  # noqa: F401
 
 
 @pytest.hookimpl(tryfirst=True)

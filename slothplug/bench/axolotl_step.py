@@ -87,6 +87,8 @@ def prepare(case: Case, steps: int, folder: Path) -> None:
         writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(unfinished, case.model))
         writer.start()
         writer.join()
+        if writer.exitcode:
+            raise RuntimeError(f"the model was not written to {unfinished}: exit status {writer.exitcode}, see above")
         unfinished.rename(model)
     if not rows.exists():
         write_rows(rows, case.batch * steps, case.length, case.model["vocab_size"])

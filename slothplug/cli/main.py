@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,6 +121,9 @@ def run(ctx: typer.Context) -> None:
     """
     from slothplug.cli.run import run as run_command
 
+    if not ctx.args:  # after a bare "--"
+        print(ctx.get_help(), file=sys.stderr)
+        raise typer.Exit(2)
     raise typer.Exit(run_command(ctx.args))
 
 

@@ -205,8 +205,8 @@ def linear_cross_entropy(
             labels count, loss and gradients are nan; on a CPU a ValueError.
         chunk_bytes: budget of the logits buffer; below one row it is one row. The result does not depend on it beyond
             the order in which float32 sums are taken.
-        statistics: [N] each, to be written: what every row's softmax says beside the loss, of the ignored rows too, all
-            of which then take part. Costs nothing but the writing.
+        statistics: [N] each, contiguous, on hidden's device, to be written: what every row's softmax says beside the
+            loss. Every row then takes part in the products, ignored ones too, whatever ``max_valid`` says.
         backend: who computes the rows, "torch" or "triton". float64 is always computed by torch.
 
     Returns:
@@ -222,6 +222,8 @@ def linear_cross_entropy(
         IndexError: on a CPU, a label out of range. On CUDA a device-side assertion, as without fusion.
     """
     _check(hidden, weight, labels, bias, class_weight, reduction, label_smoothing, chunk_bytes)
+    if statistics is not None:
+        _check_statistics(statistics, hidden)
     if low_rank is not None:
         _check_low_rank(low_rank, hidden, weight)
     u, b, scaling = low_rank or (None, None, 1.0)
@@ -275,6 +277,15 @@ def _check(
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     if chunk_bytes <= 0:
         raise ValueError(f"chunk_bytes is positive, not {chunk_bytes}")
+
+
+def _check_statistics(statistics: RowStatistics, hidden: torch.Tensor) -> None:
+    for name, out, dtype in zip(statistics._fields, statistics, (torch.float32, torch.int64), strict=True):
+        if out.shape != hidden.shape[:1] or out.dtype != dtype or out.device != hidden.device or out.stride() != (1,):
+            raise ValueError(
+                f"statistics.{name} is [N] = {tuple(hidden.shape[:1])} of {dtype}, contiguous and on {hidden.device}, "
+                f"got {tuple(out.shape)} of {out.dtype}, strides {out.stride()}, on {out.device}"
+            )
 
 
 def _check_low_rank(low_rank: LowRank, hidden: torch.Tensor, weight: torch.Tensor) -> None:

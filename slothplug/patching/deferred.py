@@ -241,20 +241,20 @@ class Deferred:
             hidden = step.rows(hidden) if step.rows is not None else hidden
         return hidden
 
-    def expect_readers(self) -> RowStatistics | None:
+    def room_for_readers(self) -> RowStatistics | None:
         """Room for what the loss of these values is to write down; None where nobody is expected to read it of them."""
-        if not self._is_of_the_product() or not all(step.rows is None or step.reshapes for step in self.steps()):
-            return None
         product = self.product
-        rows, device = self.meta.shape[0], product.hidden.device
-        product.statistics = product.readers.expect(product.loss, rows, device, product.dtype)
-        return product.statistics
+        if product.statistics is not None or not self._is_of_the_product():
+            return None
+        if not all(step.rows is None or step.reshapes for step in self.steps()):
+            return None
+        return product.readers.expect(product.loss, self.meta.shape[0], product.hidden.device, product.dtype)
 
     def argmax(self) -> torch.Tensor:
         """The most likely word of every row, ``[...]`` int64."""
         written = self._written()
         if written is not None:
-            return self._own_rows(written.argmax)
+            return self._own_rows(written.argmax).clone()  # the caller's own, to write into
         return self._by_chunks(lambda logits: logits.argmax(-1))
 
     def entropy(self) -> torch.Tensor:
@@ -267,7 +267,7 @@ class Deferred:
         return self.product.statistics if self._is_of_the_product() else None
 
     def _is_of_the_product(self) -> bool:
-        """Whether its values are those that the loss sees: nothing but casts to a wider dtype.
+        """Whether its values are those that the loss sees: nothing but casts to float32.
 
         An adapter's share is rounded in another order there, which may decide between two words.
         """

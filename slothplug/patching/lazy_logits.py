@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 from slothplug.errors import StaleLogitsError
+from slothplug.kernels.cross_entropy import RowStatistics
 from slothplug.patching.deferred import RULES, Deferred, Product, Step, aten
 from slothplug.patching.sites import plain
 
@@ -215,6 +216,7 @@ def _fused_cross_entropy(
         return None
     if torch.is_autocast_enabled(input.device.type) and input.dtype not in (torch.float32, torch.float64):
         epilogue.append(("cast", torch.float32))  # autocast computes log_softmax and nll_loss in float32
+    statistics = deferred.room_for_readers()
     with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
         hidden, head, bias = product.operands()
         low_rank = product.adapter(deferred.rows)
@@ -229,19 +231,22 @@ def _fused_cross_entropy(
             class_weight=weight,
             epilogue=tuple(epilogue),
             chunk_bytes=product.chunk_bytes,
-            **_rows_of_interest(deferred, target, ignore_index),
+            **_rows_of_interest(statistics, product, target, ignore_index),
             **({} if low_rank is None else {"low_rank": low_rank}),
         )
     product.loss_taken = True
+    if statistics is not None:
+        product.statistics = statistics
     return product.calls.serve(loss)
 
 
-def _rows_of_interest(deferred: Deferred, target: torch.Tensor, ignore_index: int) -> dict[str, Any]:
+def _rows_of_interest(
+    statistics: RowStatistics | None, product: Product, target: torch.Tensor, ignore_index: int
+) -> dict[str, Any]:
     """Where somebody is expected to read of every row, what he reads; else how many rows the loss needs at most."""
-    statistics = deferred.expect_readers()
     if statistics is not None:
         return {"statistics": statistics}
-    return {"max_valid": deferred.product.max_valid(target, ignore_index)}
+    return {"max_valid": product.max_valid(target, ignore_index)}
 
 
 def _may_fuse(logits: LazyLogits, target: object, weight: torch.Tensor | None) -> bool:

@@ -2,18 +2,23 @@
 
 Both come from the softmax that the loss computes anyway. So where a head's logits were read in this way, its next loss
 writes them down, and the reader gets them without logits. A loss whose notes nobody read is the last that takes any.
+Every row then takes part in the loss's products, ignored ones too, for a reader may look at them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from slothplug.kernels.cross_entropy import RowStatistics
 
+logger = logging.getLogger("slothplug")
+
 # More than one block of a row kernel.
 _PROBE_ROWS, _PROBE_FEATURES, _PROBE_VOCABULARY = 5, 8, 40000
+_IGNORED = -100
 
 
 class Readers:
@@ -21,29 +26,34 @@ class Readers:
 
     def __init__(self) -> None:
         self._expected = self._unread = False
-        self._proved: bool | None = None
+        self._proved: dict[tuple[torch.device, torch.dtype], bool] = {}
 
     def expect(
         self, loss: Callable[..., torch.Tensor], rows: int, device: torch.device, dtype: torch.dtype
     ) -> RowStatistics | None:
         """Room for what ``loss`` is to write down of ``rows`` rows; None where nobody is expected to read it.
 
-        The first time, ``loss`` (``kernels.linear_cross_entropy``) is tried on small operands of this dtype and device,
-        and waited for. One that writes something else, or takes no ``statistics``, is never asked again.
+        ``loss`` (``kernels.linear_cross_entropy``) is proved first: where it writes something else, or takes no
+        ``statistics``, it is not asked again, and the log says so. That is done here and not when the model is patched,
+        because it compiles and waits, and most runs have no such reader.
         """
         self._unread = self._expected = self._expected and not self._unread
         if not self._expected or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
-        if self._proved is None:
-            self._proved = _writes_statistics(loss, device, dtype)
-        return RowStatistics.empty(rows, device) if self._proved else None
+        if (device, dtype) not in self._proved:
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                reason = _why_not_statistics(loss, device, dtype)
+            if reason is not None:
+                logger.info("slothplug: entropy and argmax of the logits are computed from logits, for %s", reason)
+            self._proved[device, dtype] = reason is None
+        return RowStatistics.empty(rows, device) if self._proved[device, dtype] else None
 
     def note(self) -> None:
         """Somebody reads."""
         self._expected, self._unread = True, False
 
 
-def _writes_statistics(loss: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+def _why_not_statistics(loss: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype) -> str | None:
     """Compares with stock on small integers: their products and sums are exact in every dtype, and ties are ties."""
     generator = torch.Generator().manual_seed(0)
 
@@ -52,14 +62,21 @@ def _writes_statistics(loss: Callable[..., torch.Tensor], device: torch.device, 
         return drawn.to(device, dtype)
 
     hidden, weight = integers(_PROBE_ROWS), integers(_PROBE_VOCABULARY)
-    labels = torch.zeros(_PROBE_ROWS, dtype=torch.int64, device=device)
-    found, epilogue = RowStatistics.empty(_PROBE_ROWS, device), (("mul", 0.25), ("cast", torch.float32))
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    labels = torch.arange(_PROBE_ROWS, device=device)
+    labels[1] = _IGNORED
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t() / 4, 1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    options = {"reduction": "sum", "epilogue": (("mul", 0.25), ("cast", torch.float32))}
+    for trains in (True, False):
+        found = RowStatistics.empty(_PROBE_ROWS, device)
         try:
-            loss(hidden, weight, labels, reduction="sum", epilogue=epilogue, statistics=found)
-        except Exception:  # a plugin's kernel may take none, or not this dtype
-            return False
-        logits = (hidden.double() @ weight.double().t()) / 4
-        log_p = torch.log_softmax(logits, 1)
-        same = torch.isclose(found.entropy.double(), -(log_p.exp() * log_p).sum(1), rtol=1e-4, atol=1e-5)
-        return bool((same & (found.argmax == logits.argmax(1))).all())
+            loss(hidden.requires_grad_(trains), weight, labels, statistics=found, **options)
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the kernel
+        except Exception as error:  # a plugin's kernel may take none, or not this dtype
+            return f"the loss's kernel cannot write them down ({type(error).__name__}: {error})"
+        if not torch.isclose(found.entropy.double(), entropy, rtol=1e-4, atol=1e-5).all():
+            return "the loss's kernel writes down another entropy"
+        if not torch.equal(found.argmax, log_p.argmax(1)):
+            return "the loss's kernel writes down another word"
+    return None

@@ -384,11 +384,12 @@ def _cross_entropy_rows_kernel(
         tl.store(entropy_ptr + row, log_total - row_moment / row_total)
         # The last column where a row holds nan, and no lane has the maximum.
         first = tl.min(tl.where(maximum == top, place, vocabulary - 1), 0)
-        columns = first + tl.arange(0, GROUP)
-        x = tl.load(logits_ptr + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)
-        z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
-        first += tl.argmax(tl.where(columns < vocabulary, z, float("-inf")), 0)
+        near = first + tl.arange(0, GROUP)
+        x_near = tl.load(logits_ptr + near, mask=near < vocabulary, other=0.0).to(tl.float32)
+        z_near = _logits(x_near, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
+        first += tl.argmax(tl.where(near < vocabulary, z_near, float("-inf")), 0)
         tl.store(argmax_ptr + row, first.to(tl.int64))
+        tl.debug_barrier()  # before any thread overwrites the logits that others have just read once more
         if ignored:
             _leave_out(logits_ptr, losses_ptr, logits_stride, WRITE_GRAD, BLOCK)
             return

@@ -130,11 +130,13 @@ def product_of(
     if isinstance(found, Refusal):
         return found
     weight, bias, adapter = found
+    if weight is None:
+        return Refusal("it has no weight of its own")
     reason = _why_not(module, hidden, weight, bias, served.device_type)
     if reason is None and adapter is not None:
         reason = adapted_head.why_not_adapter(adapter, hidden)
-    if reason is not None or weight is None:
-        return Refusal(reason or "it has no weight of its own")
+    if reason is not None:
+        return Refusal(reason)
     low_rank: LowRank | None = None
     if adapter is not None:
         # Nothing refuses from here on: dropout draws its mask once.
@@ -152,7 +154,7 @@ def _parts_of(module: nn.Module) -> Parts | Refusal:
 
 
 def _why_not(
-    module: nn.Module, hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, device_type: str
+    module: nn.Module, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, device_type: str
 ) -> str | None:
     if reason := why_recorded():
         return reason
@@ -172,8 +174,8 @@ def _stays_gathered(module: nn.Module) -> bool:
     return group is not None and getattr(group, "post_forward_mesh_info", group) is None
 
 
-def _usable(parameter: torch.Tensor | None, hidden: torch.Tensor) -> bool:
-    if parameter is None or not plain(parameter) or parameter.device != hidden.device or hasattr(parameter, "ds_id"):
+def _usable(parameter: torch.Tensor, hidden: torch.Tensor) -> bool:
+    if not plain(parameter) or parameter.device != hidden.device or hasattr(parameter, "ds_id"):
         return False
     if parameter.numel() == 0:
         return False
