@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 from slothplug.errors import SlothplugError
+
+Switch = Literal["on", "off", "status"]
 
 USER_ERROR = 2
 """Exit status of a command that was asked for something it cannot do."""
@@ -99,6 +101,16 @@ def run(ctx: typer.Context) -> None:
     from slothplug.cli.run import run as run_command
 
     raise typer.Exit(run_command(ctx.args))
+
+
+@app.command()
+def autoload(
+    what: Annotated[Switch, typer.Argument(help="Put the start-up hook in, take it out, or say which it is.")],
+) -> None:
+    """Serve the flag in every Python process of this environment, so that no command needs a word in front."""
+    from slothplug.cli.autoload import run_autoload
+
+    run_autoload(what)
 
 
 if __name__ == "__main__":

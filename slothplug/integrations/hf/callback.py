@@ -34,6 +34,7 @@ class FastKernelsCallback(TrainerCallback):
         settings: the flag's value: ``True``, a mapping of settings, or ``Settings``. With ``False`` nothing is done.
         padding_key: what the framework that drives this trainer calls the option that removes padding, for the line at
             the end of training. By default the one of the trainer's arguments: ``packing`` or ``padding_free`` of TRL.
+            Empty where there is no such option.
 
     Attributes:
         report: the report on the trained model; None until it was patched.

@@ -28,7 +28,7 @@ class Throughput:
     def __init__(self, model: nn.Module, args: TrainingArguments, padding_key: str | None) -> None:
         self._device = args.device
         self._processes = args.world_size
-        self._padding_key = padding_key or _padding_key(args)
+        self._padding_key = _padding_key(args) if padding_key is None else padding_key
         self._positions = 0
         self._masked_positions = 0
         self._attended: torch.Tensor | int = 0
@@ -70,7 +70,7 @@ class Throughput:
 
     def _say_padding(self, share: float) -> str:
         said = f"{share:.0%} of the tokens were padding"
-        if share < WORTH_SAYING:
+        if share < WORTH_SAYING or not self._padding_key:
             return said
         return f"{said}; {self._padding_key} would remove it, for up to {1 / (1 - share):.1f} times the speed"
 
