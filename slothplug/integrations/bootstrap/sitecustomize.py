@@ -22,5 +22,5 @@ def import_shadowed() -> None:
         spec.loader.exec_module(module)
 
 
-importlib.import_module("slothplug_doors")  # beside this file, so not before the folder is taken off the path
+importlib.import_module("slothplug_doors")  # beside this file: while its folder is still on the path
 import_shadowed()
