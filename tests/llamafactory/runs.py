@@ -114,7 +114,7 @@ def _trainer() -> Any:
 
 
 def pair(workplace: Path, name: str, flag: object = True, **keys: Any) -> tuple[Run, Run]:
-    """By our ``run_exp``, and by LLaMA-Factory's: what the first left behind in the process would show in the second."""
+    """By our ``run_exp`` and then by LLaMA-Factory's, where what the first left in the process would show."""
     from llamafactory.train.tuner import run_exp as stock_run_exp
 
     from slothplug.integrations.llamafactory import run_exp

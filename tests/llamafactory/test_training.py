@@ -28,7 +28,7 @@ def test_stages(workplace: Path, stage: str, method: str) -> None:
     assert on.fused == (LOSS if stage in ("sft", "pt") else LOGITS) | (ADAPTERS if method == "lora" else {})
     notes = on.callbacks[0].report.notes
     assert any(f"because stage: {stage} reads them" in note for note in notes) == (stage not in ("sft", "pt"))
-    assert (on.reference, off.reference) == (9 if stage in ("dpo", "kto") and method != "lora" else 0, 0)
+    assert (on.reference > 0, off.reference) == (stage in ("dpo", "kto") and method != "lora", 0)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -37,7 +37,7 @@ def test_twenty_steps_with_accumulation_and_evaluation(workplace: Path, method: 
     on, off = pair(workplace, f"long-{method}", **STAGES["sft"], **METHODS[method], **keys)
     assert_equal(on, off, "eval_loss")
     assert len(on.logged("loss")) == 20
-    assert len(on.logged("eval_loss")) == 2
+    assert len(on.logged("eval_loss")) == 3
     assert_served(on, off)
 
 
@@ -73,9 +73,11 @@ def test_dora_adapters_are_left_and_the_rest_is_served(workplace: Path) -> None:
 
 @pytest.mark.parametrize("key", ["use_dft_loss", "use_eaft_loss", "use_asft_loss"])
 def test_losses_that_read_logits(workplace: Path, key: str) -> None:
-    on, off = pair(workplace, key, **STAGES["sft"], **LORA, **{key: True})
+    # LLaMA-Factory builds no reference model beside adapters, and ASFT's loss calls it.
+    method = FULL if key == "use_asft_loss" else LORA
+    on, off = pair(workplace, key, **STAGES["sft"], **method, **{key: True})
     assert_equal(on, off)
-    assert on.fused == LOGITS | ADAPTERS
+    assert on.fused == LOGITS | (ADAPTERS if method is LORA else {})
     assert any(f"because {key}: true reads them" in note for note in on.callbacks[0].report.notes)
 
 
