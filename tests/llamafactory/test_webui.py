@@ -115,9 +115,7 @@ class Page:
 
     def add(self, label: str, choice: str) -> None:
         """Chooses one in a list of which several may be chosen."""
-        box = self.find(
-            f"//label[.//span[normalize-space()='{label}']]//input | //*[span[normalize-space()='{label}']]/following-sibling::*//input"
-        )
+        box = self.find(f"//*[span[normalize-space()='{label}']]/following-sibling::*//input")
         box.click()
         box.send_keys(choice, self.keys.ENTER)
 

@@ -7,12 +7,14 @@ never imports one of the modules in ``DOORS`` pays for nothing.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing, with what it imports, takes longer than all the rest of this file
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 _LLAMAFACTORY = "slothplug.integrations.llamafactory"
 
@@ -45,6 +47,8 @@ class DoorFinder:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            import importlib
+
             del loader.exec_module
             execute(module)
             home, function, argument = door
