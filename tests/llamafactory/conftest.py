@@ -1,4 +1,7 @@
-"""These tests need the real LLaMA-Factory in the interpreter that runs them; ``make test-llamafactory`` sets one up."""
+"""These tests need the real LLaMA-Factory in the interpreter that runs them, and are not collected by any other.
+
+``make test-llamafactory`` sets one up.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,10 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-INSTALLED = importlib.util.find_spec("llamafactory") is not None
-
-if INSTALLED:
+if importlib.util.find_spec("llamafactory") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
     os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not INSTALLED:
-        reason = "LLaMA-Factory is not installed here; make test-llamafactory installs it"
-        for item in items:
-            if item.path.is_relative_to(HERE):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

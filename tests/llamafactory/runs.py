@@ -113,14 +113,19 @@ def _trainer() -> Any:
     return _calling_trainer()
 
 
+def stock(args: dict[str, Any], callbacks: list[Any]) -> None:
+    """LLaMA-Factory's own."""
+    from llamafactory.train.tuner import run_exp
+
+    run_exp(args, callbacks)
+
+
 def pair(workplace: Path, name: str, flag: object = True, **keys: Any) -> tuple[Run, Run]:
     """By our ``run_exp`` and then by LLaMA-Factory's, where what the first left in the process would show."""
-    from llamafactory.train.tuner import run_exp as stock_run_exp
-
     from slothplug.integrations.llamafactory import run_exp
 
     on = train(workplace, f"{name}-on", run_exp, use_fast_kernels=flag, **keys)
-    off = train(workplace, f"{name}-off", stock_run_exp, **keys)
+    off = train(workplace, f"{name}-off", stock, **keys)
     return on, off
 
 

@@ -25,7 +25,6 @@ def refused(workplace: Path, said: str, **keys: Any) -> None:
 @pytest.mark.parametrize("flag", ["use_fast_kernels", "use_unsloth"])
 @pytest.mark.parametrize("key", ["enable_liger_kernel", "use_liger_kernel"])
 def test_liger(workplace: Path, key: str, flag: str) -> None:
-    """https://github.com/hiyouga/LlamaFactory/issues/5542: what read the logits found None."""
     said = rf"`{key}: true` clashes with `{flag}`: .*Delete the line `{key}: true`.*skip_ops: \[rms_norm, rotary, glu"
     refused(workplace, said, **{key: True, flag: True})
     assert training_of({key: True, "use_fast_kernels": {"skip_ops": LIGER}}) is not None

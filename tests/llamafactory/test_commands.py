@@ -60,22 +60,6 @@ def test_autoload(workplace: Path, stock: Run, tmp_path: Path) -> None:
     assert_equal(read(workplace / "untouched"), stock)
 
 
-@pytest.mark.parametrize("launcher", [RUN, OURS], ids=["slothplug run", "slothplug-llamafactory"])
-def test_two_processes(workplace: Path, launcher: list[str]) -> None:
-    two = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
-    runs = []
-    for name, flag in (("on", True), ("off", False)):
-        folder = f"two-{name}-{len(launcher)}"
-        path = write(workplace, folder, **KEYS, use_fast_kernels=flag)
-        words = [*launcher, *(["llamafactory-cli"] if launcher is RUN else []), "train", path.name]
-        done = command(workplace, *words, **two)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "world size: 2" in done.stdout
-        assert done.stdout.count(FUSED) == (1 if flag else 0), done.stdout
-        runs.append(read(workplace / folder))
-    assert_equal(*runs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",

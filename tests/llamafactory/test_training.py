@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.llamafactory.runs import FREEZE, FULL, LORA, STAGES, assert_equal, assert_served, pair, train
+from slothplug.integrations.llamafactory import run_exp as ours
+from tests.llamafactory.runs import FREEZE, FULL, LORA, STAGES, assert_equal, assert_served, pair, stock, train
 
 METHODS = {"lora": LORA, "full": FULL, "freeze": FREEZE}
 EVALUATED = {"val_size": 8, "eval_strategy": "steps", "eval_steps": 2}
@@ -19,6 +21,7 @@ ADAPTERS = {"lora": 14}
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_stages(workplace: Path, stage: str, method: str) -> None:
+    """https://github.com/hiyouga/LlamaFactory/issues/5542: beside a fused loss DPO found no logits."""
     # The bias of a reward model's head has no gradient but rounding, which Adam would make a step of.
     keys = {"optim": "sgd", "learning_rate": 0.1} if stage == "rm" else {}
     on, off = pair(workplace, f"{stage}-{method}", **STAGES[stage], **METHODS[method], **keys)
@@ -89,6 +92,18 @@ def test_an_evaluation_that_reads_logits(workplace: Path) -> None:
     assert on.fused == LOSS | ADAPTERS
 
 
+def test_evaluation_alone(workplace: Path) -> None:
+    """As the web UI's tab for it: ``use_unsloth: true`` in it, and nothing is trained."""
+    found = []
+    for name, run_exp in (("evaluate-on", ours), ("evaluate-off", stock)):
+        keys = STAGES["sft"] | LORA | {"do_train": False, "do_eval": True, "dataset": None, "eval_dataset": "sft"}
+        keys |= {"use_unsloth": run_exp is ours or None, "compute_accuracy": True}
+        train(workplace, name, run_exp, **keys)
+        results = json.loads((workplace / name / "eval_results.json").read_text())
+        found.append([results["eval_loss"], results["eval_accuracy"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_bfloat16(workplace: Path) -> None:
     """float32 adapters under autocast: no further from stock than stock from itself with other attention, twice."""
     keys = STAGES["sft"] | LORA | {"bf16": True, "upcast_layernorm": True}
@@ -106,13 +121,11 @@ def test_bfloat16(workplace: Path) -> None:
 
 
 def test_resume(workplace: Path) -> None:
-    from slothplug.integrations.llamafactory import run_exp
-
     keys = STAGES["sft"] | LORA | {"save_strategy": "steps", "save_steps": 2}
     whole, off = pair(workplace, "whole", **keys)
     assert_equal(whole, off)
     checkpoint = str(workplace / "whole-on" / "checkpoint-2")
-    resumed = train(workplace, "resumed", run_exp, use_fast_kernels=True, resume_from_checkpoint=checkpoint, **keys)
+    resumed = train(workplace, "resumed", ours, use_fast_kernels=True, resume_from_checkpoint=checkpoint, **keys)
     assert_equal(resumed, whole)
     assert resumed.fused == whole.fused
 
