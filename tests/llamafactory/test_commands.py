@@ -103,4 +103,4 @@ def test_what_is_wrong_ends_the_command(workplace: Path) -> None:
         for launcher in ([*RUN, "llamafactory-cli"], OURS):
             done = command(workplace, *launcher, "train", path.name)
             assert done.returncode != 0
-            assert said in done.stderr.splitlines()[-1]
+            assert said in done.stderr.splitlines()[-1], done.stderr

@@ -13,7 +13,7 @@ from llamafactory.train import tuner
 
 from slothplug import ConflictError, Settings, SettingsError
 from slothplug.integrations.hf import frontdoor as transformers_door
-from slothplug.integrations.llamafactory import arguments, frontdoor, run_exp
+from slothplug.integrations.llamafactory import arguments, command, frontdoor, run_exp
 from slothplug.integrations.llamafactory.translation import READ_LOGITS, STAGES_WITH_LOSS, inference_of, training_of
 from slothplug.settings import FLAG
 from tests.llamafactory.runs import LORA, STAGES, assert_equal, configuration, train, write
@@ -128,6 +128,18 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(workplace: Path, doors:
     for entry in (run_exp, tuner.run_exp):
         with pytest.raises(SettingsError, match=said):
             entry(configuration(workplace, "wrong", **keys))
+
+
+def test_our_command_says_what_is_wrong_in_a_sentence(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    path = write(workplace, "sentence", **STAGES["sft"], **LORA, use_fast_kernels={"strickt": True})
+    monkeypatch.setattr("sys.argv", ["slothplug-llamafactory", "train", path.name])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: use_fast_kernels.strickt is not a setting.")
 
 
 @pytest.mark.parametrize("key", ["use_fast_kernel", "fast_kernels"])

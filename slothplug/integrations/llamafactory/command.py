@@ -27,11 +27,19 @@ def train() -> None:
     Raises:
         SystemExit: 2, with one sentence, where the flags ask for what cannot be done.
     """
-    from slothplug.integrations.llamafactory.training import run_exp
+    from llamafactory.train import tuner
+
+    from slothplug.errors import SlothplugError
+    from slothplug.integrations.llamafactory.training import prepare
 
     if {"-h", "--help"} & set(sys.argv):
         print("use_fast_kernels is slothplug's own argument: true, false, or a mapping of settings.\n")
-    run_exp()
+    try:
+        args, callbacks = prepare()
+    except SlothplugError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    tuner.run_exp(args, callbacks)
 
 
 def _starts_processes() -> bool:

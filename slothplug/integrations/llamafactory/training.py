@@ -29,10 +29,15 @@ def run_exp(args: Arguments | None = None, callbacks: Iterable[TrainerCallback] 
         SettingsError: the flag or one of its settings is not valid.
         ConflictError: another key asks for what slothplug does, or the model was already changed by other kernels.
     """
+    plain, ours = prepare(args)
+    tuner.run_exp(plain, [*(callbacks or ()), *ours])
+
+
+def prepare(args: Arguments | None = None) -> tuple[Arguments, list[Any]]:
+    """The arguments without the flag, and our callbacks; before anything is loaded."""
     args = read_args(args)
     training = training_of(args)
-    plain = arguments.without(training.args if training else args, FLAG)
-    tuner.run_exp(plain, [*(callbacks or ()), *callbacks_of(training)])
+    return arguments.without(training.args if training else args, FLAG), callbacks_of(training)
 
 
 def callbacks_of(training: Training | None) -> list[Any]:
