@@ -31,7 +31,7 @@ EXTRA = {
     "optim": "adamw_torch", "max_steps": STEPS, "logging_steps": 1, "learning_rate": 0.003, "use_cpu": True,
     "preprocessing_num_workers": 1, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0,
 }  # fmt: skip
-PATIENCE = 120
+PATIENCE = 240
 """Seconds."""
 
 
@@ -115,7 +115,7 @@ class Page:
 
     def add(self, label: str, choice: str) -> None:
         """Chooses one in a list of which several may be chosen."""
-        box = self.find(f"//*[span[normalize-space()='{label}']]/following-sibling::*//input")
+        box = self.find(f"//label[.//span[normalize-space()='{label}']]//input")
         box.click()
         box.send_keys(choice, self.keys.ENTER)
 
