@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,21 @@ def test_evaluation_alone(workplace: Path) -> None:
 
 
 def test_bfloat16(workplace: Path) -> None:
-    """float32 adapters under autocast: no further from stock than stock from itself with other attention, twice."""
+    """float32 adapters under autocast: no further from stock than twice as far as stock from itself, whose attention
+    is another implementation; pooled over seeds and steps, since single runs drift apart by chance.
+    """
     keys = STAGES["sft"] | LORA | {"bf16": True, "upcast_layernorm": True}
-    on, off = pair(workplace, "bfloat16", **keys)
-    _, eager = pair(workplace, "bfloat16-eager", flag=False, **keys, flash_attn="disabled")
-    assert_served(on, off)
-    assert on.fused == LOSS | ADAPTERS
-
-    def distance(one: list[float], other: list[float]) -> float:
-        return max(abs(a - b) for a, b in zip(one, other, strict=True))
-
-    ours, stocks = (distance(run.logged("loss"), off.logged("loss")) for run in (on, eager))
-    print(f"largest difference of loss: ours {ours}, eager attention {stocks}")
-    assert ours <= max(1e-5, 2 * stocks)
+    far: dict[str, list[float]] = {"slothplug": [], "eager attention": []}
+    for seed in range(3, 9):
+        on, off = pair(workplace, "bfloat16", **keys, seed=seed)
+        assert_served(on, off)
+        assert on.fused == LOSS | ADAPTERS
+        eager = train(workplace, "bfloat16-eager", stock, **keys, seed=seed, flash_attn="disabled")
+        for name, run in (("slothplug", on), ("eager attention", eager)):
+            far[name] += [a - b for a, b in zip(run.logged("loss"), off.logged("loss"), strict=True)]
+    rms = {name: math.sqrt(sum(value**2 for value in values) / len(values)) for name, values in far.items()}
+    print(f"losses beside stock's, root mean square of the differences: {rms}")
+    assert 0 < rms["slothplug"] <= 2 * rms["eager attention"]
 
 
 def test_resume(workplace: Path) -> None:
