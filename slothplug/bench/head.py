@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from slothplug.bench.trainer_step import versions, without_output
+from slothplug.bench.environment import versions, without_output
 
 IGNORED = -100
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from slothplug.bench.trainer_step import versions
+from slothplug.bench.environment import versions
 from slothplug.kernels.glu import glu
 from slothplug.kernels.rms_norm import rms_norm
 from slothplug.kernels.rotary import rotary

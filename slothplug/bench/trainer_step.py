@@ -14,13 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from slothplug.bench.environment import versions, without_output
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama3-8b": {
@@ -61,17 +62,7 @@ def measure(case: Case, variant: str, steps: int, warmup: int) -> dict[str, Any]
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            _synchronize()
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            _synchronize()
-            self.times.append(time.perf_counter() - self.start)
+    from slothplug.bench.clock import Clock
 
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(0)
@@ -111,31 +102,16 @@ def measure(case: Case, variant: str, steps: int, warmup: int) -> dict[str, Any]
             use_cpu=not on_gpu,
         )  # fmt: skip
         trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
         trainer.train()
     return {
         "case": asdict(case),
         "variant": variant,
         "seconds": clock.times[warmup:],
         "first_step_seconds": clock.times[0],
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else _peak_rss(),
+        "peak_bytes": clock.peak_bytes,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "report": fast.report.to_dict()["operations"] if fast and fast.report else None,
     }
-
-
-def _synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _peak_rss() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def run_in_process(case: Case, variant: str, steps: int, warmup: int) -> dict[str, Any]:
@@ -178,29 +154,6 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         spread = f"{median * 1e3:.1f} ({min(result['seconds']) * 1e3:.1f}-{max(result['seconds']) * 1e3:.1f})"
         lines.append(head + f"| {spread} | {ratios[0]} | {peak / 2**30:.2f} | {ratios[1]} |")
     return "\n".join(lines)
-
-
-def versions() -> str:
-    """One line with the versions and the device that the figures belong to."""
-    import importlib.metadata
-
-    import torch
-
-    names = ("torch", "triton", "transformers", "peft", "accelerate", "liger-kernel")
-    found = []
-    for name in names:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return f"{device}; " + ", ".join(found)
-
-
-def without_output(arguments: Sequence[str]) -> list[str]:
-    """The command line without ``--output PATH``, whose path means nothing elsewhere."""
-    at = arguments.index("--output") if "--output" in arguments else len(arguments)
-    return [*arguments[:at], *arguments[at + 2 :]]
 
 
 def main(

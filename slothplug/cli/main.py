@@ -95,9 +95,31 @@ def verify(
     raise typer.Exit(run_verify(Request(target, layers, lora, dtype, device, draws, tokens)))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+# What follows COMMAND is the command's own, --help too.
+@app.command(
+    no_args_is_help=True,
+    options_metavar="COMMAND ...",
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+)
 def run(ctx: typer.Context) -> None:
-    """Run a training command whose Python then understands --use_fast_kernels: slothplug run python train.py ..."""
+    """Run a training command whose Python then understands use_fast_kernels.
+
+    As an argument of a script with TrainingArguments:
+
+        slothplug run python train.py --use_fast_kernels true
+
+        slothplug run torchrun --nproc-per-node 2 train.py --use_fast_kernels
+
+    Settings are a JSON object:
+
+        slothplug run python train.py --use_fast_kernels '{"strict": true, "skip_ops": ["rotary"]}'
+
+    As a line of a YAML, `use_fast_kernels: true`:
+
+        slothplug run axolotl train cfg.yml
+
+        slothplug run trl sft --config sft.yaml
+    """
     from slothplug.cli.run import run as run_command
 
     raise typer.Exit(run_command(ctx.args))

@@ -16,16 +16,13 @@ def run(command: list[str]) -> int:
     Every Python process below it, such as torchrun's workers, opens the front doors of the frameworks when it imports
     them. Processes that import none do nothing more than they would.
 
+    Args:
+        command: the command and its arguments; not empty.
+
     Returns:
-        Only where the command could not be started: 2 if there is none, 127 if it was not found, 126 if it is not
-        executable; as a shell does.
+        Only where the command could not be started: 127 if it was not found, 126 if it is not executable; as a shell
+        does.
     """
-    if not command:
-        print(
-            "slothplug run: name the command, as in: slothplug run python train.py --use_fast_kernels true",
-            file=sys.stderr,
-        )
-        return 2
     entries = [str(BOOTSTRAP), *filter(None, [os.environ.get("PYTHONPATH")])]
     sys.stdout.flush()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slothplug.plugins import operations
 from slothplug.settings import Settings
 
 
@@ -15,13 +16,16 @@ class Chosen:
     note: str | None = None
 
 
-def keeping_logits(settings: Settings, reader: str | None) -> Chosen:
+def choose(settings: Settings, reader: str | None) -> Chosen:
     """The settings of a run in which ``reader``, a key with its value, reads the model's logits; None: nobody does.
 
-    Logits that were put off would be computed when they are read, after a loss that nobody uses.
+    Raises:
+        SettingsError: they name an operation that there is not.
     """
+    settings.check_ops([operation.name for operation in operations()])
     if reader is None or settings.keep_logits:
         return Chosen(settings)
+    # Logits that were put off would be computed when they are read, after a loss that nobody uses.
     return Chosen(
         settings.model_copy(update={"keep_logits": True}),
         f"the output head computes real logits (as with keep_logits: true), because {reader} reads them",

@@ -52,6 +52,23 @@ class Upstream(NamedTuple):
     divisor: torch.Tensor | None
 
 
+class RowStatistics(NamedTuple):
+    """What a row's softmax says beside its loss, written where the row is read anyway. Both are [rows].
+
+    Attributes:
+        entropy: float32, -sum_v p_v log p_v, in nats; nan where a logit is -inf, as 0 log 0 of floats is.
+        argmax: int64, the first of the largest logits. Any column where the row holds nan.
+    """
+
+    entropy: torch.Tensor
+    argmax: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> RowStatistics:
+        entropy = torch.empty(rows, dtype=torch.float32, device=device)
+        return cls(entropy, torch.empty(rows, dtype=torch.int64, device=device))
+
+
 class Primitives(Protocol):
     """What a backend implements."""
 
@@ -62,8 +79,11 @@ class Primitives(Protocol):
         losses: torch.Tensor | None,
         terms: Terms,
         upstream: Upstream | None,
+        statistics: RowStatistics | None,
     ) -> None:
         """Writes the losses into ``losses``, where given, and d logits over the logits, where ``upstream`` is given.
+
+        ``statistics``, where given, are those of the logits after the epilogue, of the ignored rows too.
 
         ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements, or V
         itself, and the elements between V and the stride may be written too. ``labels`` [rows] are in range or
@@ -116,6 +136,10 @@ def slice_upstream(upstream: Upstream | None, start: int, stop: int) -> Upstream
     return Upstream(upstream.grad[start:stop], upstream.divisor)
 
 
+def slice_statistics(statistics: RowStatistics, start: int, stop: int) -> RowStatistics:
+    return RowStatistics(statistics.entropy[start:stop], statistics.argmax[start:stop])
+
+
 class TorchPrimitives:
     @staticmethod
     def cross_entropy_rows(
@@ -124,10 +148,13 @@ class TorchPrimitives:
         losses: torch.Tensor | None,
         terms: Terms,
         upstream: Upstream | None,
+        statistics: RowStatistics | None,
     ) -> None:
         step = max(1, _BLOCK // logits.shape[1])
         for start in range(0, logits.shape[0], step):
             block, stop = logits[start : start + step], start + step
+            if statistics is not None:
+                _write_statistics(block, terms.epilogue, slice_statistics(statistics, start, stop))
             loss, gradient = _block(block, labels[start:stop], terms, slice_upstream(upstream, start, stop))
             if losses is not None:
                 losses[start:stop] = loss
@@ -137,6 +164,13 @@ class TorchPrimitives:
     @staticmethod
     def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
         torch.mul(gradient, factor.unsqueeze(1) if factor.ndim else factor, out=out)
+
+
+def _write_statistics(logits: torch.Tensor, epilogue: Epilogue, out: RowStatistics) -> None:
+    z, _ = _apply_epilogue(logits.to(loss_arithmetic(logits.dtype)), epilogue)
+    out.argmax.copy_(z.argmax(1))
+    log_p = torch.log_softmax(z, 1)
+    out.entropy.copy_(-(log_p.exp() * log_p).sum(1))
 
 
 def _block(

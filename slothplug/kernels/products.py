@@ -28,11 +28,16 @@ def returns_float32(product: Literal["mm", "addmm"], device: torch.device, dtype
     return True
 
 
-def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if out.dtype == a.dtype:
+def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scaling: float = 1.0) -> None:
+    """``out = scaling * a @ b``, rounded once."""
+    if out.dtype != a.dtype:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        if scaling != 1.0:
+            out *= scaling
+    elif scaling == 1.0:
         torch.mm(a, b, out=out)
     else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        torch.addmm(out, a, b, beta=0, alpha=scaling, out=out)
 
 
 def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:

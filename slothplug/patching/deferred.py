@@ -1,4 +1,5 @@
-"""A product that was put off: ``hidden @ weight.T + bias``, the steps recorded on it, and how they become real.
+"""A product that was put off: ``hidden @ weight.T + bias``, with an adapter's share where there is one, the steps
+recorded on it, and how they become real.
 
 Plain bookkeeping below autograd: nothing here is a tensor subclass or holds a graph. Values have the shapes, dtypes and
 strides, and alias one another, exactly as if every step had been run at once.
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from slothplug.errors import StaleLogitsError
-from slothplug.kernels.cross_entropy import EpilogueStep
+from slothplug.kernels.cross_entropy import EpilogueStep, RowStatistics
+from slothplug.kernels.linear_cross_entropy import LowRank
+from slothplug.patching.readers import Readers
 from slothplug.patching.sites import Calls
 
 aten = torch.ops.aten
@@ -27,6 +30,7 @@ class Step(NamedTuple):
     Attributes:
         func, args, kwargs: the operation, whose first argument is the tensor.
         rows: the same choice or order of rows on hidden states ``[..., H]``; None where rows stay what they are.
+        reshapes: whether ``rows`` chooses all rows in their order.
         epilogue: the step as the fused loss knows it; None where values stay what they are.
         meta: the result on the ``meta`` device, where ``func`` cannot run there or is slow: elementwise operations go
             through Python there and take a millisecond.
@@ -36,6 +40,7 @@ class Step(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written)
     rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    reshapes: bool = False
     epilogue: EpilogueStep | None = None
     meta: torch.Tensor | None = None
 
@@ -53,8 +58,12 @@ class Product:
         loss: the fused loss, ``kernels.linear_cross_entropy``.
         chunk_bytes: budget for logits that are made a chunk at a time.
         max_valid: ``max_valid(labels, ignore_index)`` is an upper bound for the labels that count, or None.
+        readers: who reads of every row what its softmax says.
+        low_rank: a LoRA adapter's share of the logits, or None. Its u is ``[..., r]``, with its graph and in the dtype
+            that PEFT multiplies by B in, to which B is cast.
         open: whether a loss may still be fused: the outermost call is running and nothing was read.
         loss_taken: whether a fused loss was computed.
+        statistics: what it wrote down for the readers, of all rows in their order; None where none were expected.
     """
 
     def __init__(
@@ -67,9 +76,13 @@ class Product:
         chunk_bytes: int,
         calls: Calls,
         max_valid: Callable[[torch.Tensor, int], int | None],
+        readers: Readers,
+        low_rank: LowRank | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self.loss, self.chunk_bytes, self.calls, self.max_valid = loss, chunk_bytes, calls, max_valid
+        self.readers, self.low_rank = readers, low_rank
+        self.statistics: RowStatistics | None = None
         self.open, self.loss_taken, self._was_read = True, False, False
         self._deferred: weakref.WeakSet[Deferred] = weakref.WeakSet()
         self._versions = self._current_versions()
@@ -80,13 +93,26 @@ class Product:
         bias = self.bias.to(self.dtype) if self.bias is not None else None
         return self.hidden.to(self.dtype), self.weight.to(self.dtype), bias
 
-    def linear(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of ``hidden`` rows, without a graph, whatever autocast says now."""
+    def adapter(self, of_rows: Callable[[torch.Tensor], torch.Tensor]) -> LowRank | None:
+        """The adapter's share for the rows that ``of_rows`` takes from u, in u's dtype, as part of its graph."""
+        if self.low_rank is None:
+            return None
+        u, b, scaling = self.low_rank
+        return LowRank(of_rows(u), b.to(u.dtype), scaling)
+
+    def linear(self, hidden: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:
+        """The logits of rows of hidden, and of u where there is an adapter, without a graph, whatever autocast says
+        now. Rounded where PEFT rounds.
+        """
         weight, bias = self.weight.detach(), self.bias.detach() if self.bias is not None else None
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(
+            logits = F.linear(
                 hidden.detach().to(self.dtype), weight.to(self.dtype), bias.to(self.dtype) if bias is not None else None
             )
+            if u is not None and self.low_rank is not None:
+                _, b, scaling = self.low_rank
+                logits += F.linear(u.detach(), b.detach().to(u.dtype)).mul_(scaling)
+            return logits
 
     def make_real(self, reason: str) -> None:
         """Computes everything that was put off and can still be reached, and ends fusing.
@@ -121,7 +147,7 @@ class Product:
 
     def check_current(self) -> None:
         """Raises ``StaleLogitsError`` where the product would no longer be what the head's call meant."""
-        if self.weight.untyped_storage().nbytes() == 0:
+        if any(weight.untyped_storage().nbytes() == 0 for weight in self._weights()):
             event = "the output head's sharded weights were freed"
         elif self._optimizer_steps is not None and self._optimizer_steps != _optimizer_steps_so_far():
             event = "an optimizer stepped"
@@ -143,11 +169,16 @@ class Product:
         return any(not deferred.is_real for deferred in self._deferred)
 
     def _head_trains(self) -> bool:
-        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        return any(weight.requires_grad for weight in self._weights())
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The weights that values are computed from; A's part is in u already."""
+        b = self.low_rank.b if self.low_rank is not None else None
+        return [tensor for tensor in (self.weight, self.bias, b) if tensor is not None]
 
     def _current_versions(self) -> tuple[tuple[torch.dtype, int, int], ...]:
         """What tells that a tensor is another than it was. A write through ``.data`` into its memory does not."""
-        tensors = (tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None)
+        tensors = (self.hidden, *self._weights())
         return tuple((t.dtype, t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
 
 
@@ -186,7 +217,8 @@ class Deferred:
         """The real tensor. A view is a view of its parent's."""
         if self._value is None:
             if self._parent is None or self._step is None:
-                self._value = self.product.linear(self.product.hidden)
+                product = self.product
+                self._value = product.linear(product.hidden, product.low_rank.u if product.low_rank else None)
             else:
                 self._value = self._step(self._parent.compute())
             self._parent = self._step = None
@@ -204,22 +236,66 @@ class Deferred:
         return [step.epilogue for step in self.steps() if step.epilogue is not None]
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows of ``hidden`` ``[..., H]`` that this value's rows were made from, in its order."""
+        """The rows of ``hidden`` ``[..., H]``, or of u, that this value's rows were made from, in its order."""
         for step in self.steps():
             hidden = step.rows(hidden) if step.rows is not None else hidden
         return hidden
+
+    def expect_readers(self) -> RowStatistics | None:
+        """Room for what the loss of these values is to write down; None where nobody is expected to read it of them."""
+        if not self._is_of_the_product() or not all(step.rows is None or step.reshapes for step in self.steps()):
+            return None
+        self.product.statistics = self.product.readers.expect(self.meta.shape[0], self.product.hidden.device)
+        return self.product.statistics
+
+    def argmax(self) -> torch.Tensor:
+        """The most likely word of every row, ``[...]`` int64."""
+        written = self._written()
+        if written is not None:
+            return self._own_rows(written.argmax)
+        return self._by_chunks(lambda logits: logits.argmax(-1))
+
+    def entropy(self) -> torch.Tensor:
+        """The entropy of every row in nats, ``[...]`` float32."""
+        written = self._written()
+        return self._own_rows(written.entropy) if written is not None else self._by_chunks(_entropy)
+
+    def _written(self) -> RowStatistics | None:
+        self.product.readers.note()
+        return self.product.statistics if self._is_of_the_product() else None
+
+    def _is_of_the_product(self) -> bool:
+        """Whether its values are those that the loss sees: nothing but casts to a wider dtype.
+
+        An adapter's share is rounded in another order there, which may decide between two words.
+        """
+        return self.product.low_rank is None and all(step == ("cast", torch.float32) for step in self.epilogue())
+
+    def _own_rows(self, of_all: torch.Tensor) -> torch.Tensor:
+        return self.rows(of_all.view(*self.product.hidden.shape[:-1], 1)).squeeze(-1)
+
+    def _by_chunks(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return torch.cat([function(logits) for logits in self.chunks()]).view(self.meta.shape[:-1])
 
     def chunks(self) -> Iterator[torch.Tensor]:
         """The value as ``[rows, V]`` pieces of at most ``chunk_bytes``, without keeping any."""
         self.product.check_current()
         elementwise = [step for step in self.steps() if step.epilogue is not None]
-        hidden = self.rows(self.product.hidden.detach()).reshape(-1, self.product.hidden.shape[-1])
+        low_rank = self.product.low_rank
+        operands = (self.product.hidden,) if low_rank is None else (self.product.hidden, low_rank.u)
         row_bytes = self.meta.shape[-1] * max(self.product.dtype.itemsize, self.meta.element_size())
-        for rows in hidden.split(max(1, self.product.chunk_bytes // row_bytes)):
-            logits = self.product.linear(rows)
+        size = max(1, self.product.chunk_bytes // row_bytes)
+        parts = (self.rows(tensor.detach()).reshape(-1, tensor.shape[-1]).split(size) for tensor in operands)
+        for hidden, *u in zip(*parts, strict=True):
+            logits = self.product.linear(hidden, *(u or (None,)))
             for step in elementwise:
                 logits = step(logits)
             yield logits
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    log_p = torch.log_softmax(logits.float(), -1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 class _StepCounter:
@@ -301,7 +377,7 @@ def _view(func: Any, logits: Deferred, size: list[int]) -> Step | None:
     if meta.ndim == 0 or meta.shape[-1] != logits.meta.shape[-1]:
         return None
     shape = tuple(meta.shape[:-1])
-    return Step(func, (size,), rows=lambda hidden: hidden.reshape(*shape, hidden.shape[-1]), meta=meta)
+    return Step(func, (size,), rows=lambda hidden: hidden.reshape(*shape, hidden.shape[-1]), reshapes=True, meta=meta)
 
 
 def _slice(

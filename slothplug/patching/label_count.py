@@ -38,7 +38,7 @@ class LabelCount:
         count = (labels != IGNORED).sum()
         self._arrived: torch.cuda.Event | None = None
         if labels.device.type == "cuda":
-            self._host = torch.empty((), dtype=torch.int64, pin_memory=True)
+            self._host = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
             self._host.copy_(count, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(labels.device))

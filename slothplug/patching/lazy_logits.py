@@ -2,15 +2,16 @@
 
 A ``LazyLogits`` is a ``torch.Tensor`` with the shape, dtype, device and autograd history of the logits, whose values
 are computed when they are asked for. Autograd runs above it and records every operation as on any tensor: only values
-are put off. ``hidden @ weight.T + bias`` is one node of the graph (``_PutOff``), whatever follows has stock nodes. So
-hooks, custom autograd Functions, views, in-place writes and DDP's search for unused parameters see what they would see
-in stock.
+are put off. ``hidden @ weight.T + bias``, with an adapter's ``scaling * u @ b.T`` where there is one, is one node of
+the graph (``_PutOff``), whatever follows has stock nodes. So hooks, custom autograd Functions, views, in-place writes
+and DDP's search for unused parameters see what they would see in stock.
 
 Three things happen to it:
 
 - elementwise operations, casts, and choices and orders of rows are recorded (``deferred.RULES``);
-- ``F.cross_entropy`` on it, inside the call of the model, is the fused loss with the recorded steps as epilogue, and
-  ``argmax`` over the vocabulary is taken a chunk at a time;
+- ``F.cross_entropy`` on it, inside the call of the model, is the fused loss with the recorded steps as epilogue;
+  ``argmax`` over the vocabulary, and the entropy (``log_probabilities``), are what that loss wrote down for them, or
+  taken a chunk at a time;
 - everything else computes the values, once, and goes on with them. From then on nothing of this head's call is fused.
 """
 
@@ -101,29 +102,57 @@ class LazyLogits(torch.Tensor):
         if func is aten.mul.Tensor and not isinstance(args[0], LazyLogits):
             args = args[::-1]
         if isinstance(args[0], LazyLogits):
-            result = _put_off_further(func, args[0], args[1:], kwargs)
+            result = args[0]._put_off_further(func, args[1:], kwargs)
             if result is not None:
                 return result
         return _with_values(func, args, kwargs)
 
+    def _put_off_further(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` gives without the values; None where it needs them."""
+        if func is aten.detach.default or func is aten.alias.default:
+            return LazyLogits(self._deferred, _stays_fusable(self))
+        if self._deferred.is_real:
+            return None
+        if func is aten.argmax.default:
+            return _argmax(self._deferred, *args, **kwargs)
+        if func is aten._log_softmax.default:
+            from slothplug.patching import log_probabilities  # which are a kind of lazy logits
+
+            return log_probabilities.put_off(self, *args, **kwargs)
+        if func in RULES:
+            step = RULES[func](func, self._deferred, *args, **kwargs)
+            return _derived(self, step) if step is not None else None
+        # In inference mode, composite operations arrive whole.
+        return func.decompose(self, *args, **kwargs) if func._can_decompose() else None
+
 
 class _PutOff(torch.autograd.Function):
-    """``F.linear`` without its forward. The backward runs where a gradient was derived from real logits."""
+    """``F.linear``, and an adapter's share, without their forward.
+
+    The backward runs where a gradient was derived from real logits.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        u: torch.Tensor | None,
+        b: torch.Tensor | None,
+        product: Product,
     ) -> LazyLogits:
-        ctx.save_for_backward(hidden, weight, bias)
+        ctx.save_for_backward(hidden, weight, bias, u, b)
+        ctx.scaling = product.low_rank.scaling if product.low_rank is not None else 1.0
         ctx.set_materialize_grads(False)
         return LazyLogits(Deferred.start(product), fusable=True)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad_output is None:
-            return None, None, None, None
-        hidden, weight, bias = ctx.saved_tensors
-        grad_hidden = grad_weight = grad_bias = None
+            return (None,) * 6
+        hidden, weight, bias, u, b = ctx.saved_tensors
+        grad_hidden = grad_weight = grad_bias = grad_u = grad_b = None
         with torch.autocast(hidden.device.type, enabled=False):
             rows = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.needs_input_grad[0]:
@@ -133,7 +162,13 @@ class _PutOff(torch.autograd.Function):
                 grad_weight = (rows.t() @ inputs).to(weight.dtype)
             if ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0).to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None
+            if ctx.needs_input_grad[3] or ctx.needs_input_grad[4]:
+                scaled = grad_output.to(u.dtype) * ctx.scaling
+                if ctx.needs_input_grad[3]:
+                    grad_u = scaled @ b.to(u.dtype)
+                if ctx.needs_input_grad[4]:
+                    grad_b = (scaled.reshape(-1, scaled.shape[-1]).t() @ u.reshape(-1, u.shape[-1])).to(b.dtype)
+        return grad_hidden, grad_weight, grad_bias, grad_u, grad_b, None
 
 
 class _Ordinary(torch.autograd.Function):
@@ -150,7 +185,8 @@ class _Ordinary(torch.autograd.Function):
 
 def put_off(product: Product) -> LazyLogits:
     """The logits of ``product``, ``[..., V]`` of ``product.dtype``, in the graph of its operands and without values."""
-    operands = (product.hidden, product.weight, product.bias)
+    u, b, _ = product.low_rank or (None, None, 1.0)
+    operands = (product.hidden, product.weight, product.bias, u, b)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands):
         logits: LazyLogits = _PutOff.apply(*operands, product)
         return logits
@@ -181,6 +217,7 @@ def _fused_cross_entropy(
         epilogue.append(("cast", torch.float32))  # autocast computes log_softmax and nll_loss in float32
     with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
         hidden, head, bias = product.operands()
+        low_rank = product.adapter(deferred.rows)
         loss = product.loss(
             deferred.rows(hidden),
             head,
@@ -191,11 +228,20 @@ def _fused_cross_entropy(
             label_smoothing=label_smoothing,
             class_weight=weight,
             epilogue=tuple(epilogue),
-            max_valid=product.max_valid(target, ignore_index),
             chunk_bytes=product.chunk_bytes,
+            **_rows_of_interest(deferred, target, ignore_index),
+            **({} if low_rank is None else {"low_rank": low_rank}),
         )
     product.loss_taken = True
     return product.calls.serve(loss)
+
+
+def _rows_of_interest(deferred: Deferred, target: torch.Tensor, ignore_index: int) -> dict[str, Any]:
+    """Where somebody is expected to read of every row, what he reads; else how many rows the loss needs at most."""
+    statistics = deferred.expect_readers()
+    if statistics is not None:
+        return {"statistics": statistics}
+    return {"max_valid": deferred.product.max_valid(target, ignore_index)}
 
 
 def _may_fuse(logits: LazyLogits, target: object, weight: torch.Tensor | None) -> bool:
@@ -209,25 +255,10 @@ def _may_fuse(logits: LazyLogits, target: object, weight: torch.Tensor | None) -
     return weight is None or (plain(weight) and weight.dtype is logits.dtype and not weight.requires_grad)
 
 
-def _put_off_further(func: Any, logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func`` gives without the values; None where it needs them."""
-    if func is aten.detach.default or func is aten.alias.default:
-        return LazyLogits(logits._deferred, _stays_fusable(logits))
-    if logits._deferred.is_real:
-        return None
-    if func is aten.argmax.default:
-        return _chunked_argmax(logits._deferred, *args, **kwargs)
-    if func in RULES:
-        step = RULES[func](func, logits._deferred, *args, **kwargs)
-        return _derived(logits, step) if step is not None else None
-    # In inference mode, composite operations arrive whole.
-    return func.decompose(logits, *args, **kwargs) if func._can_decompose() else None
-
-
-def _chunked_argmax(deferred: Deferred, dim: int | None = None, keepdim: bool = False) -> torch.Tensor | None:
+def _argmax(deferred: Deferred, dim: int | None = None, keepdim: bool = False) -> torch.Tensor | None:
     if dim is None or dim % deferred.meta.ndim != deferred.meta.ndim - 1 or deferred.meta.numel() == 0:
         return None
-    found = torch.cat([logits.argmax(-1) for logits in deferred.chunks()]).view(deferred.meta.shape[:-1])
+    found = deferred.argmax()
     return found.unsqueeze(-1) if keepdim else found
 
 

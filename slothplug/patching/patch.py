@@ -24,7 +24,7 @@ from slothplug.kernels.backend import why_not_triton
 from slothplug.patching.call import Outermost, with_call
 from slothplug.patching.casts import Casts
 from slothplug.patching.private_class import check_undoable, give_back, is_patched, stock_class, take, with_forward
-from slothplug.patching.proof import preserved_rng
+from slothplug.patching.proof import full_float32_products, preserved_rng
 from slothplug.patching.report import Report, SiteReport
 from slothplug.patching.sites import STATE, Calls, Left, Served, Site, why_not_touchable
 from slothplug.patching.unwrap import wrappers_and_core
@@ -156,8 +156,13 @@ def _home(core: nn.Module) -> torch.device:
 
 @contextmanager
 def _stock_modes(device: torch.device) -> Iterator[None]:
-    """Modes in which probes run, whatever the caller's: gradients on, no inference mode, no autocast."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    """Modes in which probes run, whatever the caller's: gradients on, no inference mode, no autocast, no TF32."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        full_float32_products(),
+    ):
         yield
 
 
@@ -222,7 +227,7 @@ def _proved_sites(
             elif server == item.op:
                 _enter(report, item, earlier[item.module].calls)
             elif server is not None:
-                _leave(report, item.op, item.name, item.module, f"{server} serves this module")
+                _leave(report, item.op, item.name, item.module, f"{server} serves this module", excused=True)
             elif reason := why_not_touchable(item.module) or _verdict(item, settings):
                 _leave(report, item.op, item.name, item.module, reason)
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,6 +28,37 @@ def preserved_rng() -> Iterator[None]:
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         seed_generators(0)
         yield
+
+
+@contextmanager
+def full_float32_products() -> Iterator[None]:
+    """No TF32, nor bfloat16 on CPUs, for products of float32: two ways to one result differ by 1e-3 with it.
+
+    Trainers allow it for a whole run (Axolotl wherever the GPU has it, transformers with ``tf32=True``).
+    """
+    matmuls: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]
+    before = [switch.fp32_precision for switch in switches]
+    precision = _float32_matmul_precision()
+    try:
+        if precision is not None:
+            torch.set_float32_matmul_precision("highest")
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+        yield
+    finally:
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+def _float32_matmul_precision() -> str | None:
+    """None where the newer switches were used, which torch does not let one mix with this."""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:
+        return None
 
 
 def seed_generators(seed: int) -> None:

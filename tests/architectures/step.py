@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-IDS = torch.randint(3, 120, (2, 16), generator=torch.Generator().manual_seed(0))
-LABELS = torch.where(torch.arange(16) < 4, -100, IDS)
+IDS = torch.randint(3, 120, (2, 16), generator=torch.Generator().manual_seed(0), device="cpu")
+LABELS = torch.where(torch.arange(16, device="cpu") < 4, -100, IDS)
 
 
 class Step(NamedTuple):
@@ -57,7 +57,7 @@ def round_weights_again(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(11)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            up = torch.rand(parameter.shape, generator=generator, device="cpu").to(parameter.device) < 0.5
             parameter.copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -25,11 +26,36 @@ def test_slothplug_run_serves_the_flag_alone_with_axolotls_default_launcher(work
     said = done.stdout
     assert "[INFO] [slothplug] slothplug: rms_norm 5/5 (torch); glu 2/2 (torch); rotary 2/2 (torch)" in said
     assert "│ lora     │    14 │    14 │    0 │" in said
-    assert "note: Axolotl's own LoRA kernels, which it switches on by itself, are off" in " ".join(said.split())
+    written = "lora_mlp_kernel, lora_qkv_kernel, lora_o_kernel, lora_embedding_kernel: false"
+    note = f"note: Axolotl's own LoRA kernels, which it switches on by itself, are off: slothplug set {written}"
+    assert " ".join(said.split()).count(note) == 1
     assert "sample_packing: true would remove it" in said
     assert '"use_fast_kernels": true' in said
     assert "slothplug: rms_norm" in (workplace / "launched" / "debug.log").read_text()
     assert read(workplace / "launched").operations["lora"]["fused"] == 14
+
+
+@pytest.mark.parametrize("words", [["--help"], []], ids=["asked", "without a command"])
+def test_axolotl_slothplug_explains_itself(words: list[str]) -> None:
+    from click.testing import CliRunner
+
+    from slothplug.integrations.axolotl.command import slothplug
+
+    done = CliRunner().invoke(slothplug, words, prog_name="axolotl slothplug")
+    assert "Usage: axolotl slothplug [OPTIONS] COMMAND CONFIG ..." in done.output
+    assert "axolotl slothplug train cfg.yml" in done.output
+
+
+def test_axolotl_slothplug_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from slothplug.integrations.axolotl.command import slothplug
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr("slothplug.integrations.axolotl.command.run", lambda command: seen.append(command) or 7)
+    words = ["train", "cfg.yml", "--help", "--launcher", "torchrun", "--", "--nproc_per_node", "2"]
+    assert CliRunner().invoke(slothplug, words).exit_code == 7
+    assert seen == [[sys.executable, "-m", "axolotl.cli.main", *words]]
 
 
 def test_axolotl_slothplug_does_the_same(workplace: Path) -> None:
@@ -65,8 +91,8 @@ def test_preprocess_then_train_then_resume_then_merge(workplace: Path, monkeypat
 
     checkpoint = str(workplace / "whole-on" / "checkpoint-2")
     resumed = train(workplace, "resumed", flag=True, resume_from_checkpoint=checkpoint, **saving)
-    assert resumed.logged("loss") == pytest.approx(whole.logged("loss"), rel=1e-5)
-    torch.testing.assert_close(resumed.weights(), whole.weights(), rtol=1e-5, atol=1e-5)
+    assert resumed.logged("loss") == whole.logged("loss")
+    torch.testing.assert_close(resumed.weights(), whole.weights(), rtol=0, atol=0)  # the same kernels, the same bits
 
     merged = {}
     for name, method in (("whole-on", "memory_efficient"), ("whole-on", "legacy"), ("whole-off", "legacy")):
@@ -74,7 +100,7 @@ def test_preprocess_then_train_then_resume_then_merge(workplace: Path, monkeypat
         merge(config=str(workplace / f"{name}.yml"), merge_method=method, lora_model_dir=str(workplace / name))
         merged[name, method] = load_file(workplace / name / "merged" / "model.safetensors")
     for weights in merged.values():
-        torch.testing.assert_close(weights, merged["whole-off", "legacy"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights, merged["whole-off", "legacy"], rtol=1e-5, atol=1e-6)  # seen: 1.4e-7
     stock = load_file(workplace / BASE["base_model"] / "model.safetensors")
     assert not torch.equal(
         merged["whole-on", "legacy"]["model.layers.0.mlp.up_proj.weight"], stock["model.layers.0.mlp.up_proj.weight"]

@@ -10,9 +10,11 @@ import pytest
 
 from slothplug import Settings, SettingsError
 from slothplug.integrations.axolotl import frontdoor
+from slothplug.integrations.axolotl.kernels import LORA_KERNELS
+from slothplug.integrations.axolotl.padding import padding_key
 from slothplug.integrations.axolotl.translation import READ_LOGITS, settings_of
 from slothplug.settings import FLAG
-from tests.axolotl.runs import LORA, OURS, load, write
+from tests.axolotl.runs import DPO, LORA, OURS, WITHOUT_KERNELS, load, write
 
 EVERY_SETTING = {
     "ops": ["lora", "head", "glu"], "skip_ops": ["glu"], "backend": "torch", "strict": True, "verify": True,
@@ -42,6 +44,8 @@ def test_every_setting_is_in_the_configuration_that_axolotl_keeps(resolve: Any) 
     [
         ({"strickt": True}, r"use_fast_kernels\.strickt is not a setting\. Did you mean 'strict'\?"),
         ({"loss_chunk_mib": 0}, r"use_fast_kernels\.loss_chunk_mib is 0: input should be greater"),
+        ({"skip_ops": ["rmsnorm"]}, r"use_fast_kernels\.skip_ops names 'rmsnorm'.*Did you mean 'rms_norm'\?"),
+        ({"ops": ["lora", "heads"]}, r"use_fast_kernels\.ops names 'heads'.*Did you mean 'head'\?"),
         (3, r"use_fast_kernels is 3 \(int\)\. Use true, false, or a mapping"),
     ],
 )
@@ -72,9 +76,82 @@ def test_axolotls_schema_checks_it_too(resolve: Any) -> None:
 
     cfg = resolve(use_fast_kernels=True)
     del cfg["batch_size"]  # resolved from what was written; Axolotl refuses both
-    cfg[FLAG] = {"strickt": True}
-    with pytest.raises(ValidationError, match=r"Did you mean 'strict'\?"):
-        validate_config(cfg)
+    for wrong, right in (({"strickt": True}, "strict"), ({"skip_ops": ["rmsnorm"]}, "rms_norm")):
+        cfg[FLAG] = wrong
+        with pytest.raises(ValidationError, match=rf"Did you mean '{right}'\?"):
+            validate_config(cfg)
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [({}, 1), ({FLAG: False}, 0), ({FLAG: True}, 0), ({"plugins": None}, 0)],
+    ids=["listed", "switched off", "switched on", "not listed"],
+)
+def test_a_plugin_without_the_flag_says_so(
+    resolve: Any, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], lines: int
+) -> None:
+    resolve(**keys)
+    said = capsys.readouterr().out
+    assert said.count("slothplug: nothing is patched") == lines
+    assert said.count("write `use_fast_kernels: true` into it") == lines
+
+
+LONE_KERNEL = dict.fromkeys(LORA_KERNELS) | {"lora_o_kernel": False}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (LORA, ", which it switches on by itself, are off: slothplug set lora_mlp_kernel, lora_qkv_kernel, "),
+        (LORA | WITHOUT_KERNELS, " are off, as the configuration says (lora_mlp_kernel, lora_qkv_kernel, "),
+        (LORA | LONE_KERNEL, " are off, as the configuration says (lora_o_kernel: false)"),
+        ({}, None),
+    ],
+    ids=["nobody wrote", "written", "one written", "no adapters"],
+)
+def test_the_report_says_who_switched_axolotls_kernels_off(
+    resolve: Any, keys: dict[str, Any], words: str | None
+) -> None:
+    cfg = resolve(use_fast_kernels=True, **keys)
+    (callback,) = plugin().add_callbacks_pre_trainer(cfg, None)
+    about = [note for note in callback.notes if "LoRA kernels" in note]
+    assert len(about) == (words is not None)
+    assert words is None or f"Axolotl's own LoRA kernels{words}" in about[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "advised"),
+    [
+        ({"attn_implementation": "eager"}, True),
+        ({"attn_implementation": "sdpa"}, True),
+        ({"attn_implementation": None}, False),
+        ({"attn_implementation": "fp8"}, False),
+        (DPO, False),
+        ({"reward_model": True, "model_type": "AutoModelForSequenceClassification"}, False),
+    ],
+    ids=lambda value: str(next(iter(value.values()))) if isinstance(value, dict) else "",
+)
+def test_packing_is_advised_where_axolotl_keeps_packed_samples_apart(
+    resolve: Any, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], advised: bool
+) -> None:
+    cfg = resolve(use_fast_kernels=True, **keys)
+    assert padding_key(cfg) == ("sample_packing: true" if advised else "")
+    (callback,) = plugin().add_callbacks_pre_trainer(cfg, None)
+    assert callback.padding_key == padding_key(cfg)
+
+
+def test_packing_is_not_advised_where_axolotl_warns_of_losses_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = {"attn_decontaminates_packing": True, "attn_implementation": "sdpa", "bf16": True}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability, advice in (((8, 0), ""), ((9, 0), "sample_packing: true")):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
+        assert padding_key(cfg) == advice
+
+
+def plugin() -> Any:
+    from axolotl.integrations.base import PluginManager
+
+    return PluginManager.get_instance().plugins[OURS]
 
 
 def test_registering_again_changes_nothing(resolve: Any) -> None:

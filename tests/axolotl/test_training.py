@@ -13,6 +13,10 @@ from tests.axolotl.runs import DPO, LORA, WITHOUT_KERNELS, Run, train
 ADAPTERS = LORA | WITHOUT_KERNELS
 LONG = {"max_steps": 20, "val_set_size": 8, "eval_steps": 10}
 TOLERANCE = 1e-5
+# Bit-equal they are not: a fused operation adds up in another order, and where a gradient is next to zero Adam divides
+# that rounding by its own size, into a part of a step of 3e-3. Seen: up to 1.4e-6, and 5.6e-6 where DPO trains all.
+WEIGHTS = 5e-6
+WEIGHTS_OF_DPO = 1e-5
 
 
 def pair(workplace: Path, name: str, **keys: Any) -> tuple[Run, Run]:
@@ -22,7 +26,7 @@ def pair(workplace: Path, name: str, **keys: Any) -> tuple[Run, Run]:
     return on, off
 
 
-def assert_equal(on: Run, off: Run, *logged: str) -> None:
+def assert_equal(on: Run, off: Run, *logged: str, weights: float = WEIGHTS) -> None:
     for key in ("loss", "grad_norm", *logged):
         ours, stock = on.logged(key), off.logged(key)
         assert stock, f"{key} was not logged"
@@ -31,7 +35,7 @@ def assert_equal(on: Run, off: Run, *logged: str) -> None:
     assert ours.keys() == stock.keys()
     for name, weight in stock.items():
         torch.testing.assert_close(
-            ours[name], weight, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            ours[name], weight, rtol=TOLERANCE, atol=weights, msg=lambda text, name=name: f"{name}: {text}"
         )
     assert (off.record["patched"], off.record["report"]) == (0, None)
     assert (on.record["callbacks"], off.record["callbacks"]) == (1, 0)
@@ -72,7 +76,7 @@ def test_variants(workplace: Path, variant: str) -> None:
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_dpo_policy_and_reference(workplace: Path, adapter: str) -> None:
     on, off = pair(workplace, f"dpo-{adapter}", **DPO, **(LORA if adapter == "lora" else {}))
-    assert_equal(on, off, "rewards/margins")
+    assert_equal(on, off, "rewards/margins", weights=WEIGHTS_OF_DPO)
     assert "head" not in fused(on)
     assert fused(on).get("lora", 0) == (14 if adapter == "lora" else 0)
     assert any("because rl: dpo reads them" in note for note in on.record["report"]["notes"])

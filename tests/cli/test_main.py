@@ -47,6 +47,15 @@ def test_run_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return 7
 
     monkeypatch.setattr(run, "run", record)
-    command = ["python", "train.py", "--use_fast_kernels", "true", "--help", "-x"]
+    command = ["python", "train.py", "--use_fast_kernels", "true", "--help", "-x", "--", "--nproc_per_node", "2"]
     assert runner.invoke(main.app, ["run", *command]).exit_code == 7
     assert seen == [command]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2)])
+def test_run_explains_itself(arguments: list[str], code: int) -> None:
+    done = runner.invoke(main.app, ["run", *arguments])
+    assert done.exit_code == code
+    assert "run COMMAND ..." in done.output
+    assert "slothplug run python train.py --use_fast_kernels true" in done.output
+    assert "slothplug run axolotl train cfg.yml" in done.output

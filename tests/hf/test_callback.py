@@ -202,7 +202,7 @@ def test_says_what_was_fused_and_how_training_went(tmp_path: Path, caplog: pytes
     assert "22% of the tokens were padding; neat_packing would remove it, for up to 1.3 times the speed" in end
 
 
-def test_names_no_option_where_the_framework_has_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_advises_nothing_where_nothing_removes_padding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     end = _lines(caplog, tmp_path, "padded", FastKernelsCallback(padding_key=""))[-1]
     assert end.endswith("22% of the tokens were padding")
 

@@ -40,6 +40,8 @@ class Losses(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:
             self.seen.append(float(logs["loss"]))
+            # TRL's SFTTrainer reads these two from the logits, after the loss.
+            self.seen += [float(logs[name]) for name in ("entropy", "mean_token_accuracy") if name in logs]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def test_sft(tmp_path: Path, tokenizer: Any, way: str, lora: bool) -> None:
         return losses.seen
 
     stock = run("")
-    assert len(stock) == 3
+    assert len(stock) == 9
     assert run(way) == pytest.approx(stock, abs=1e-5)
 
 
@@ -104,6 +106,7 @@ def check_that_nothing_was_fused_in_vain(trainer: Any) -> None:
     assert ours.report.idle() == {}
     [head] = ours.report.by_op()["head"]
     assert head.status == "fused" or head.reason == "TRL's own fused head computes the loss of this model"
+    assert not head.calls.fallbacks, "entropy and accuracy need no logits"
 
 
 @needs_dpo

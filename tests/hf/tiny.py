@@ -1,4 +1,4 @@
-"""Small models, rows and trainers on the CPU, in float32."""
+"""Small models, rows and trainers in float32, on the GPU of a machine that has one."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def rows(count: int, kind: str = "full", length: int = 16) -> list[dict[str, tor
 
 def arguments(folder: Path, cls: type[TrainingArguments] = TrainingArguments, **options: Any) -> TrainingArguments:
     defaults = {
-        "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
-        "logging_strategy": "no", "per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3, "seed": 3,
+        "output_dir": str(folder), "use_cpu": not torch.cuda.is_available(), "report_to": [], "disable_tqdm": True,
+        "save_strategy": "no", "logging_strategy": "no", "per_device_train_batch_size": 2, "max_steps": 2,
+        "learning_rate": 1e-3, "seed": 3,
     }  # fmt: skip
     return cls(**(defaults | options))
 

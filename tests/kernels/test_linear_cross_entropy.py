@@ -20,12 +20,13 @@ from slothplug.exactness import OP_DRAWS, Exactness
 from slothplug.kernels import products
 from slothplug.kernels.backend import Backend
 from slothplug.kernels.cross_entropy import EpilogueStep
-from slothplug.kernels.linear_cross_entropy import Reduction, chunk_rows, linear_cross_entropy
+from slothplug.kernels.linear_cross_entropy import LowRank, Reduction, chunk_rows, linear_cross_entropy
 
 # The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 IGNORED = -100
+RANK = 5
 EPILOGUES: dict[str, tuple[EpilogueStep, ...]] = {
     "none": (),
     "cast": (("cast", torch.float32),),
@@ -54,11 +55,15 @@ def stock(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    low_rank: LowRank | None = None,
     epilogue: Sequence[EpilogueStep] = (),
     **options: Any,
 ) -> Tensor:
     class_weight = options.pop("class_weight", None)
-    logits = apply_steps(F.linear(hidden, weight, bias), epilogue)
+    logits = F.linear(hidden, weight, bias)
+    if low_rank is not None:  # PEFT's order of roundings
+        logits = (logits + F.linear(low_rank.u, low_rank.b) * low_rank.scaling).to(logits.dtype)
+    logits = apply_steps(logits, epilogue)
     return F.cross_entropy(logits, labels, weight=class_weight, **options)
 
 
@@ -68,6 +73,7 @@ def oracle(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    low_rank: LowRank | None = None,
     epilogue: Sequence[EpilogueStep] = (),
     reduction: str = "mean",
     ignore_index: int = IGNORED,
@@ -78,6 +84,7 @@ def oracle(
     """The definition, in the float64 that the operands come in."""
     vocabulary = weight.shape[0]
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    logits = logits if low_rank is None else logits + low_rank.scaling * (low_rank.u @ low_rank.b.T)
     logits = apply_steps(logits, epilogue, cast=False)
     lse = torch.logsumexp(logits, 1)
     counted = labels != ignore_index
@@ -97,7 +104,7 @@ def oracle(
 def differentiate(
     function: Callable[..., Tensor], grad_output: Tensor | float, *tensors: Tensor | None
 ) -> list[Tensor]:
-    """The loss, then the gradients of hidden, weight and, where given, bias."""
+    """The loss, then the gradients of the tensors that are given: hidden, weight, bias, u and b."""
     leaves = [t.detach().requires_grad_() for t in tensors if t is not None]
     loss = function(*leaves)
     grad_output = torch.as_tensor(grad_output, dtype=loss.dtype, device=loss.device).expand(loss.shape)
@@ -157,9 +164,13 @@ def exactness_draw(
     backend: Backend,
     sizes: tuple[int, int, int] = (12, 32, 257),
     ours_only: dict[str, Any] | None = None,
+    term: torch.dtype | None = None,
     **options: Any,
 ) -> Draw:
-    """A draw for ``assert_as_exact``: rows of rms 1e-3, 1 and 1e3 where ``mixed``, else logits of size 2."""
+    """A draw for ``assert_as_exact``: rows of rms 1e-3, 1 and 1e3 where ``mixed``, else logits of size 2.
+
+    With ``term``, a low-rank term of that dtype as large as the product itself.
+    """
     reduction, finish = HOW[how]
     count, width, vocabulary = sizes
 
@@ -172,12 +183,18 @@ def exactness_draw(
         labels = draw_labels(count, vocabulary, generator).to(device)
         items = float(torch.randint(count, 5 * count, (), generator=generator))
         tensors = [t.to(device, dtype) for t in (hidden, weight, bias)]
+        if term is not None:
+            u = torch.randn(count, RANK, generator=generator) * rms
+            factor = torch.randn(vocabulary, RANK, generator=generator) * ((4e-3 if mixed else 2.0) / RANK**0.5 / 0.7)
+            tensors += [t.to(device, term) for t in (u, factor)]
 
         def named(function: Callable[..., Tensor], operands: list[Tensor], **extra: Any) -> dict[str, Tensor]:
-            def call(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            def call(h: Tensor, w: Tensor, b: Tensor, *low: Tensor) -> Tensor:
+                if low:
+                    extra["low_rank"] = LowRank(*low, 0.7)
                 return finish(function(h, w, labels, bias=b, reduction=reduction, **options, **extra), items)
 
-            names = ("loss", "d_hidden", "d_weight", "d_bias")
+            names = ("loss", "d_hidden", "d_weight", "d_bias", "d_u", "d_b")[: 1 + len(operands)]
             return dict(zip(names, differentiate(call, 1.0, *operands), strict=True))
 
         ours = named(linear_cross_entropy, tensors, backend=backend, **(ours_only or {}))
@@ -232,6 +249,68 @@ def test_bfloat16_ahead_as_exact_as_stock(how: str, epilogue: str, monkeypatch: 
     assert_as_exact(draw, torch.bfloat16, f"{how} {epilogue}")
 
 
+TERMS = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one_rms", "mixed_rms"])
+@pytest.mark.parametrize("how", ["mean", "sum_over_items", "none_weighted"])
+@pytest.mark.parametrize(("dtype", "term"), TERMS, ids=str)
+def test_low_rank_terms_as_exact_as_stock(
+    dtype: torch.dtype, term: torch.dtype, how: str, mixed: bool, backend: Backend, device: torch.device
+) -> None:
+    """https://github.com/huggingface/trl/issues/4612: the adapter of the head was neither used nor trained."""
+    skip_if_not_rounded(backend, dtype, device)
+    if interpreted(backend, device) and (mixed or how != "none_weighted"):
+        pytest.skip("interpreted, each of these takes many seconds; the others run the same kernel code")
+    ours_only = {"chunk_bytes": 5 * 320 * dtype.itemsize}  # chunks of 5 and 3 rows
+    draw = exactness_draw(
+        dtype, device, how, mixed, backend, (8, 32, 257), ours_only, term=term, epilogue=EPILOGUES["cast"]
+    )
+    assert_as_exact(draw, dtype, f"{backend} {dtype} {term} {how}")
+
+
+@pytest.mark.parametrize("term", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("how", ["mean", "mean_scaled", "sum_over_items"])
+def test_low_rank_terms_ahead_as_exact_as_stock(how: str, term: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does with bfloat16, as above."""
+
+    def product(a: Tensor, b: Tensor, out: Tensor, scaling: float = 1.0) -> None:
+        out.copy_(scaling * (a.float() @ b.float()))
+
+    monkeypatch.setattr(module, "_exact_ahead", lambda hidden: True)
+    monkeypatch.setattr(module, "product", product)
+    draw = exactness_draw(
+        torch.bfloat16, torch.device("cpu"), how, False, "torch", (6, 32, 257), term=term, epilogue=EPILOGUES["scale"]
+    )
+    assert_as_exact(draw, torch.bfloat16, f"{how} {term}")
+
+
+def test_a_term_that_rounds_d_logits_sees_the_loss_scale(backend: Backend, device: torch.device) -> None:
+    """A float16 adapter on a float32 head: d logits of 1e-9 are nothing in float16, and times 65536 they are not."""
+    hidden, weight = torch.zeros(4, 2, device=device), torch.zeros(8192, 2, device=device)
+    u, b = torch.ones(4, 1, device=device).half(), torch.zeros(8192, 1, device=device).half()
+    b[0] = 12.0
+    labels = torch.zeros(4, dtype=torch.int64, device=device)
+
+    def ours(u: Tensor, b: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, low_rank=LowRank(u, b, 1.0), backend=backend)
+
+    def reference(u: Tensor, b: Tensor) -> Tensor:
+        return oracle(hidden.double(), weight.double(), labels, low_rank=LowRank(u, b, 1.0))
+
+    got, want = differentiate(ours, 65536.0, u, b), differentiate(reference, 65536.0, u.double(), b.double())
+    assert (got[2] != 0).all()
+    for mine, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=4e-3, atol=1e-5)
+
+
 def test_weight_gradient_is_accumulated_in_float32(backend: Backend, device: torch.device) -> None:
     """https://github.com/apple/ml-cross-entropy/issues/14: many chunks, a small vocabulary, low precision."""
     if interpreted(backend, device):
@@ -284,6 +363,9 @@ def test_any_shape_strides_and_options(data: st.DataObject, backend: Backend, de
     labels = labels.where(torch.rand(count) < 0.6, ignore_index).to(device)
     hidden, weight = torch.randn(count, width).to(device), torch.randn(vocabulary, width).to(device)
     bias = torch.randn(vocabulary).to(device) if data.draw(st.booleans()) else None
+    rank = data.draw(st.sampled_from([None, 1, 3]))
+    term = [] if rank is None else [torch.randn(count, rank).to(device), torch.randn(vocabulary, rank).to(device)]
+    scaling = data.draw(st.sampled_from([1.0, -0.6]))
     options: dict[str, Any] = {
         "ignore_index": ignore_index,
         "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
@@ -294,14 +376,21 @@ def test_any_shape_strides_and_options(data: st.DataObject, backend: Backend, de
     }
     spare = data.draw(st.sampled_from([None, 0, 1, 3]))
     max_valid = None if spare is None else int((labels != ignore_index).sum()) + spare
-    lays = [data.draw(strided()) for _ in range(4)]
+    lays = [data.draw(strided()) for _ in range(6)]
 
-    def ours(h: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    def split(others: tuple[Tensor, ...], lays: Sequence[Callable[[Tensor], Tensor]]) -> dict[str, Any]:
+        low = [lay(t) for lay, t in zip(lays, others[-2:], strict=False)] if term else None
+        return {
+            "bias": others[0] if bias is not None else None,
+            "low_rank": LowRank(*low, scaling) if low is not None else None,
+        }
+
+    def ours(h: Tensor, w: Tensor, *others: Tensor) -> Tensor:
         return linear_cross_entropy(
             lays[0](h),
             lays[1](w),
             lays[2](labels),
-            bias=b,
+            **split(others, lays[4:]),
             max_valid=max_valid,
             chunk_bytes=data.draw(st.sampled_from([1, 1024, 2**20])),
             backend=backend,
@@ -310,10 +399,14 @@ def test_any_shape_strides_and_options(data: st.DataObject, backend: Backend, de
 
     grad_output = lays[3](torch.randn(count if options["reduction"] == "none" else 1).to(device))
     grad_output = grad_output if options["reduction"] == "none" else grad_output[0]
-    tensors = [t for t in (hidden, weight, bias) if t is not None]
+    tensors = [t for t in (hidden, weight, bias, *term) if t is not None]
     got = differentiate(ours, grad_output, *tensors)
     doubles = [t.double() for t in tensors]
-    want = differentiate(lambda h, w, b=None: oracle(h, w, labels, bias=b, **options), grad_output.double(), *doubles)
+
+    def reference_of(h: Tensor, w: Tensor, *others: Tensor) -> Tensor:
+        return oracle(h, w, labels, **split(others, [lambda t: t] * 2), **options)
+
+    want = differentiate(reference_of, grad_output.double(), *doubles)
     for mine, reference in zip(got, want, strict=True):
         reference = reference if (labels != ignore_index).any() or mine is got[0] else torch.zeros_like(reference)
         torch.testing.assert_close(mine, reference.float(), equal_nan=True, rtol=1e-5, atol=1e-5)
@@ -371,14 +464,14 @@ def test_result_does_not_depend_on_the_chunk(
 
 
 def test_chunks_follow_the_budget() -> None:
-    assert chunk_rows(8192, 128256, 2, 512 * 2**20) == 2048
-    assert chunk_rows(100, 128256, 2, 512 * 2**20) == 128
-    assert chunk_rows(4096, 128256, 2, 2**20) == 4
-    assert chunk_rows(4096, 128256, 2, 1) == 1
-    for count, vocabulary, size in itertools.product((0, 1, 2049, 16384), (257, 65537, 151936, 262208), (2, 4)):
-        rows = chunk_rows(count, vocabulary, size, 512 * 2**20)
+    assert chunk_rows(128256, 2, 512 * 2**20) == 2048
+    assert chunk_rows(151936, 2, 512 * 2**20) == 1536
+    assert chunk_rows(128256, 2, 2**20) == 4
+    for vocabulary, size in itertools.product((257, 65537, 151936, 262208), (2, 4)):
+        rows = chunk_rows(vocabulary, size, 512 * 2**20)
+        assert rows % 256 == 0 or rows < 256
         assert 0 < rows * (-(-vocabulary // 64) * 64) * size <= 512 * 2**20
-        assert chunk_rows(count, vocabulary, size, 1) == 1
+        assert chunk_rows(vocabulary, size, 1) == 1
 
 
 class Watch(TorchDispatchMode):
@@ -431,6 +524,33 @@ def test_only_the_gradients_asked_for(
     assert all((leaf.grad is not None) == needs for leaf, needs in zip(leaves, trains, strict=True))
 
 
+@pytest.mark.parametrize("trains", list(itertools.product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_only_the_gradients_asked_for_of_a_low_rank_term(
+    reduction: Reduction, trains: tuple[bool, ...], backend: Backend, device: torch.device
+) -> None:
+    count, width, vocabulary = 6, 3, 70
+    weight, labels = torch.randn(vocabulary, width).to(device), draw_labels(count, vocabulary, ignored=0.2).to(device)
+    operands = [torch.randn(count, width), torch.randn(count, RANK), torch.randn(vocabulary, RANK)]
+    leaves = [t.to(device).requires_grad_(needs) for t, needs in zip(operands, trains, strict=True)]
+    hidden, low_rank = leaves[0], LowRank(leaves[1], leaves[2], 0.7)
+    options: dict[str, Any] = {"low_rank": low_rank, "reduction": reduction}
+    with Watch() as watch:
+        loss = linear_cross_entropy(hidden, weight, labels, backend=backend, **options).sum()
+        if any(trains):
+            loss.backward()
+    again = reduction == "none" and any(trains)
+    assert watch.products.count((count, vocabulary)) == 2 * (1 + again)
+    expected = stock(hidden, weight, labels, **options).sum()
+    torch.testing.assert_close(loss, expected)
+    for shape, leaf in zip(((count, width), (count, RANK), (vocabulary, RANK)), leaves, strict=True):
+        assert watch.products.count(shape) == leaf.requires_grad
+        assert (leaf.grad is not None) == leaf.requires_grad
+        if leaf.requires_grad:
+            (gradient,) = torch.autograd.grad(expected, leaf, retain_graph=True)
+            torch.testing.assert_close(leaf.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_grad_only_the_loss_is_computed(mode: Any, backend: Backend, device: torch.device) -> None:
     hidden = torch.randn(6, 3, device=device, requires_grad=True)
@@ -479,6 +599,7 @@ def test_ignored_rows_are_left_out_of_the_products(backend: Backend, device: tor
 def test_all_labels_ignored(max_valid: int | None, dtype: torch.dtype, backend: Backend, device: torch.device) -> None:
     """https://github.com/linkedin/Liger-Kernel/issues/177; a loss over no items has an upstream gradient of inf."""
     hidden, weight = torch.randn(5, 3).to(device, dtype), torch.randn(70, 3).to(device, dtype)
+    u, b = torch.randn(5, 2).to(device, dtype), torch.randn(70, 2).to(device, dtype)
     labels = torch.full((5,), IGNORED, device=device)
     for reduction, upstream in itertools.product(("mean", "sum", "none"), (1.0, float("inf"), float("nan"))):
 
@@ -486,13 +607,31 @@ def test_all_labels_ignored(max_valid: int | None, dtype: torch.dtype, backend: 
             function: Callable[..., Tensor], reduction: str = reduction, upstream: float = upstream, **extra: Any
         ) -> list[Tensor]:
             return differentiate(
-                lambda h, w: function(h, w, labels, reduction=reduction, **extra), upstream, hidden, weight
+                lambda h, w, u, b: function(h, w, labels, low_rank=LowRank(u, b, 2.0), reduction=reduction, **extra),
+                upstream,
+                hidden,
+                weight,
+                u,
+                b,
             )
 
         got = call(linear_cross_entropy, max_valid=max_valid, backend=backend)
         for mine, reference in zip(got, call(stock), strict=True):
             torch.testing.assert_close(mine, reference, rtol=0, atol=0, equal_nan=True)
         assert all((gradient == 0).all() for gradient in got[1:])
+
+
+@pytest.mark.parametrize("trains_hidden", [False, True])
+def test_ignored_rows_of_a_loss_without_bound(trains_hidden: bool, backend: Backend, device: torch.device) -> None:
+    """A loss scale that overflows: rows without a loss have a gradient of zero all the same."""
+    hidden, weight = torch.randn(3, 4).to(device).requires_grad_(trains_hidden), torch.randn(7, 4).to(device)
+    u, b = torch.randn(3, 2).to(device).requires_grad_(), torch.randn(7, 2).to(device)
+    labels = torch.tensor([1, IGNORED, 2]).to(device)
+    loss = linear_cross_entropy(hidden, weight, labels, low_rank=LowRank(u, b, 2.0), backend=backend)
+    loss.backward(torch.tensor(float("inf"), device=device))
+    for leaf in (u, hidden) if trains_hidden else (u,):
+        assert (leaf.grad[1] == 0).all()
+        assert not leaf.grad[0].isfinite().any()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
@@ -570,18 +709,19 @@ def test_backward_twice_gives_the_same_bits_and_writes_nothing_of_the_callers(
 ) -> None:
     hidden = torch.randn(6, 3).to(device, dtype).requires_grad_()
     weight = torch.randn(70, 3).to(device, dtype).requires_grad_()
+    term = LowRank(*(torch.randn(n, 2).to(device).requires_grad_() for n in (6, 70)), 0.3)
+    operands = (hidden, weight, term.u, term.b)
     labels = draw_labels(6, 70).to(device)
     class_weight = torch.rand(70).to(device)
-    kept = [t.detach().clone() for t in (hidden, weight, labels, class_weight)]
-    loss = linear_cross_entropy(
-        hidden, weight, labels, class_weight=class_weight, label_smoothing=0.1, reduction=reduction, backend=backend
-    )
+    kept = [t.detach().clone() for t in (*operands, labels, class_weight)]
+    options: dict[str, Any] = {"class_weight": class_weight, "label_smoothing": 0.1, "reduction": reduction}
+    loss = linear_cross_entropy(hidden, weight, labels, low_rank=term, backend=backend, **options)
     grad_output = torch.full((1,), 0.37, dtype=loss.dtype, device=device).expand(6)
     grad_output = grad_output if reduction == "none" else grad_output[0]
-    first = torch.autograd.grad(loss, (hidden, weight), grad_output, retain_graph=True)
-    second = torch.autograd.grad(loss, (hidden, weight), grad_output, retain_graph=True)
+    first = torch.autograd.grad(loss, operands, grad_output, retain_graph=True)
+    second = torch.autograd.grad(loss, operands, grad_output, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(kept, (hidden, weight, labels, class_weight), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, (*operands, labels, class_weight), strict=True))
     assert (grad_output == torch.tensor(0.37, dtype=loss.dtype)).all()
 
 
@@ -659,6 +799,20 @@ def test_float64_is_computed_in_float64(backend: Backend, device: torch.device) 
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("term", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_with_a_low_rank_term_never_exist_as_a_whole(term: torch.dtype, device: torch.device) -> None:
+    count, vocabulary, budget = 512, 4096, 2**18
+    hidden = torch.randn(count, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, device=device, dtype=torch.bfloat16)
+    u, b = (torch.randn(n, 4, device=device, dtype=term, requires_grad=True) for n in (count, vocabulary))
+    labels = draw_labels(count, vocabulary).to(device)
+    for reduction in ("mean", "none"):
+        with Watch() as watch:
+            options: dict[str, Any] = {"low_rank": LowRank(u, b, 2.0), "reduction": reduction, "chunk_bytes": budget}
+            linear_cross_entropy(hidden, weight, labels, **options).sum().backward()
+        assert watch.largest <= 2 * budget  # the rows in float32
+
+
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 def test_logits_never_exist_as_a_whole(trainable: bool, device: torch.device) -> None:
     count, vocabulary, budget = 512, 4096, 2**18
@@ -685,6 +839,15 @@ def test_refusals() -> None:
         linear_cross_entropy(hidden, weight, labels[:2])
     with pytest.raises(ValueError, match="do not fit"):
         linear_cross_entropy(hidden, torch.randn(7, 5), labels)
+    for term in (
+        LowRank(torch.randn(3, 2), torch.randn(7, 2).half(), 1.0),
+        LowRank(*torch.ones(2, 3, 3).double(), 1.0),
+    ):
+        with pytest.raises(TypeError, match="low_rank is floating"):
+            linear_cross_entropy(hidden, weight, labels, low_rank=term)
+    for u, b in (((3, 2), (7, 1)), ((2, 2), (7, 2)), ((3, 2), (6, 2)), ((3,), (7, 2))):
+        with pytest.raises(ValueError, match=r"u \[N, r\] and b \[V, r\] do not fit"):
+            linear_cross_entropy(hidden, weight, labels, low_rank=LowRank(torch.randn(u), torch.randn(b), 1.0))
     with pytest.raises(ValueError, match="empty vocabulary"):
         linear_cross_entropy(hidden, torch.randn(0, 4), torch.full((3,), IGNORED))
     with pytest.raises(ValueError, match=r"class_weight is \[V\]"):

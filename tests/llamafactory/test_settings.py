@@ -118,6 +118,7 @@ WRONG = [
     ({"strickt": True}, r"use_fast_kernels\.strickt is not a setting\. Did you mean 'strict'\?"),
     ({"loss_chunk_mib": 0}, r"use_fast_kernels\.loss_chunk_mib is 0: input should be greater"),
     (3, r"use_fast_kernels is 3 \(int\)\. Use true, false, or a mapping"),
+    ({"skip_ops": ["rotery"]}, r"skip_ops names 'rotery', which is no operation here\. Did you mean 'rotary'\?"),
     ("maybe", r"use_fast_kernels is 'maybe'\. Use true, false, or settings as a JSON object"),
 ]
 

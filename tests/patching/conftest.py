@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+from tests.patching.device import DEVICE
+
+
+def on_device() -> Any:
+    """Tensors that name no device are made on the GPU; on a CPU no mode is entered, as none is for a user."""
+    return torch.device(DEVICE) if DEVICE != "cpu" else nullcontext()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """The inputs that a file of tests makes once, where its models will be."""
+    with on_device():
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device() -> Iterator[None]:
+    with on_device():
+        yield
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

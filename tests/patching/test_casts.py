@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slothplug
 from slothplug.patching.sites import STATE
+from tests.patching.device import DEVICE
 
 pytestmark = pytest.mark.core
 
@@ -52,7 +53,7 @@ class CountCasts(TorchDispatchMode):
 
 
 def autocast_loss(model: nn.Module) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         loss: torch.Tensor = model(input_ids=IDS, labels=IDS).loss
     return loss
 
@@ -120,7 +121,7 @@ def test_a_call_of_the_inner_model_and_its_recompute_use_the_weights_of_that_tim
     grads = []
     for model in (adapted, fresh):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             hidden = model.base_model.model.model(input_ids=IDS).last_hidden_state
         hidden.float().square().mean().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -186,7 +187,7 @@ def test_a_hook_that_writes_factors_within_the_call_is_heard(adapted: nn.Module)
                 factor.mul_(3.0)
 
     def loss(model: nn.Module) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             found: torch.Tensor = model(input_ids=IDS, labels=IDS).loss
         return found
 

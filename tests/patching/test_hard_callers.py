@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import slothplug
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.report import Report
+from tests.patching.device import DEVICE
 
-IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator(DEVICE).manual_seed(1))
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -398,7 +399,7 @@ def test_a_float64_model_is_left_with_the_reason(make: Callable[[], nn.Module]) 
     with pytest.warns(slothplug.NothingFusedWarning):
         report = slothplug.patch(model)
     assert {s.reason for s in report.left if s.op in ("rms_norm", "glu", "rotary", "lora")} == {
-        "no kernel for cpu and torch.float64"
+        f"no kernel for {DEVICE} and torch.float64"
     }
     assert_same(step(model), step(stock), 1e-6)
 

@@ -25,6 +25,7 @@ import slothplug
 from slothplug.patching.private_class import is_patched, stock_class
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, LABELS, assert_same_step, step, tiny
+from tests.patching.device import DEVICE
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -129,7 +130,7 @@ def test_options_of_the_loss_are_not_dropped(option: str) -> None:
 def packed(seed: int) -> dict[str, torch.Tensor]:
     """Two samples in one row, A and B, of 8 and 12 tokens; ``seed`` changes A only."""
     b = torch.arange(20, 32)
-    a = torch.randint(3, 60, (8,), generator=torch.Generator().manual_seed(seed))
+    a = torch.randint(3, 60, (8,), generator=torch.Generator(DEVICE).manual_seed(seed))
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
     labels = torch.cat([torch.full((9,), -100), b[1:]])[None]
     return {"input_ids": torch.cat([a, b])[None], "position_ids": positions, "labels": labels}

@@ -17,6 +17,7 @@ from slothplug.hookspecs import hookimpl
 from slothplug.patching import patch as patch_module
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.proof import difference
+from tests.patching.device import DEVICE
 
 pytestmark = pytest.mark.core
 
@@ -107,7 +108,7 @@ def test_a_probe_that_could_not_run_is_tried_again(
 def test_the_callers_modes_do_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_module, "_verdicts", {})
     expected = [(site.op, site.status) for site in slothplug.patch(tiny_llama()).sites]
-    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16)):
         model = tiny_llama()
         monkeypatch.setattr(patch_module, "_verdicts", {})
         with mode:
@@ -115,10 +116,32 @@ def test_the_callers_modes_do_not_decide(tiny_llama: Callable[..., nn.Module], m
         assert [(site.op, site.status) for site in report.sites] == expected
 
 
-def test_an_adapter_on_the_head_is_said_of_the_head(tiny_llama: Callable[..., nn.Module]) -> None:
+def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axolotl allows it wherever the GPU has it. The head's proof failed: its loss multiplies in another order."""
+    monkeypatch.setattr(patch_module, "_verdicts", {})
+    allowed: list[bool] = []
+
+    def prove(*args: Any) -> str | None:
+        allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        return difference(*args)
+
+    monkeypatch.setattr("slothplug.patching.ops.head.difference", prove)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        report = slothplug.patch(tiny_llama())
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert not report.left
+    assert allowed
+    assert not any(allowed)
+
+
+def test_an_adapter_on_the_head_is_the_heads(tiny_llama: Callable[..., nn.Module]) -> None:
     report = slothplug.patch(adapted(tiny_llama(), target_modules=["q_proj", "lm_head"]))
     (head,) = report.by_op()["head"]
-    assert (head.status, "adapter is on the head" in head.reason) == ("left", True)
+    (left,) = report.left
+    assert (head.status, left.op, left.name, left.excused) == ("fused", "lora", head.name, True)
 
 
 def test_a_class_above_ours_pickles_as_it_would_on_a_stock_module(tiny_llama: Callable[..., nn.Module]) -> None:

@@ -24,6 +24,7 @@ from slothplug.patching.ops import lora
 from slothplug.patching.report import Report
 from slothplug.patching.sites import STATE, Kernel
 from slothplug.plugins import plugin_manager
+from tests.patching.device import DEVICE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -31,7 +32,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LAYERS = 2
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-IDS = torch.randint(3, 60, (3, 10), generator=torch.Generator().manual_seed(5))
+IDS = torch.randint(3, 60, (3, 10), generator=torch.Generator(DEVICE).manual_seed(5))
 
 Outcome = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -73,7 +74,7 @@ def pair(kind: str = "llama", dtype: torch.dtype = torch.float32, **config: Any)
 def step(one: nn.Module, seed: int = 3, autocast: bool = False) -> Outcome:
     one.zero_grad()
     torch.manual_seed(seed)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         loss = one(input_ids=IDS, labels=IDS).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in one.named_parameters() if p.grad is not None}
@@ -461,7 +462,7 @@ def test_what_changed_between_two_siblings_is_seen() -> None:
         q(x)
     assert k(x).requires_grad
     q(x)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert k(x).dtype is torch.bfloat16
     q(x)
     k.scale_layer(2.0)
@@ -564,10 +565,9 @@ def test_an_output_layer_patched_before_peft_wrapped_it() -> None:
         outcomes.append(get_peft_model(one, config))
     adapted, stock = outcomes
     report = slothplug.patch(adapted, {"ops": ["head", "lora"]})
-    sites = report.by_op()["lora"]
-    assert [site.status for site in sites] == ["fused"]
+    assert {site.op: site.status for site in report.sites} == {"head": "fused", "lora": "left"}
     assert_equal(step(adapted), step(stock))
-    assert [site.calls.served for site in sites] == [1]
+    assert report.fused[0].calls.served == 1
 
 
 def test_outputs_kept_in_a_backward_pass_are_dropped_at_its_end() -> None:
@@ -576,7 +576,8 @@ def test_outputs_kept_in_a_backward_pass_are_dropped_at_its_end() -> None:
     x = torch.randn(2, 32, requires_grad=True)
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         y = torch.utils.checkpoint.checkpoint(lambda x: q(x) + k(x)[:, :1], x, use_reentrant=False)
-    y.sum().backward()
+    siblings.clear()  # a part of the model called by itself has no end
+    y.sum().backward()  # on a GPU it recomputes on another thread
     current = siblings._local.round
     assert current is None or not current.kept
     assert fallbacks(report)[siblings.NOT_ASKED_FOR] == 2  # v_proj's, of the forward and of the recompute

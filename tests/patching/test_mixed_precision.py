@@ -11,6 +11,7 @@ from torch import nn
 
 import slothplug
 from tests.hf.tiny import llama, with_lora
+from tests.patching.device import DEVICE
 
 IDS = 3 + (torch.arange(24).view(2, 12) * 7) % 60
 LOW = [torch.bfloat16, torch.float16]
@@ -30,7 +31,7 @@ def both(model: nn.Module, checkpointing: bool) -> tuple[nn.Module, nn.Module]:
 def step(model: nn.Module, **autocast: Any) -> dict[str, torch.Tensor]:
     """The loss and all gradients; backward runs outside the autocast region, as a trainer's does."""
     model.zero_grad()
-    with torch.autocast("cpu", **autocast):
+    with torch.autocast(DEVICE, **autocast):
         loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

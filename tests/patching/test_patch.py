@@ -188,7 +188,7 @@ def test_files_hold_the_stock_model_and_load_where_slothplug_is_absent(
         import torch
         path = {str(path)!r}
         model = {load}
-        ids = torch.arange(48).view(2, 24)
+        ids = torch.arange(48, device=model.device).view(2, 24)
         print(model(input_ids=ids, labels=ids, use_cache=False).loss.item())
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)

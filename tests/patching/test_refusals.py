@@ -17,6 +17,7 @@ from slothplug.kernels import backend
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.sites import Left, Operation
 from slothplug.plugins import plugin_manager
+from tests.patching.device import cpu_only
 
 IDS = torch.arange(48).view(2, 24)
 
@@ -40,6 +41,7 @@ def test_triton_asked_for_where_there_is_none(tiny_llama: Callable[..., nn.Modul
     assert any("kernels run on PyTorch: Triton is not installed" in note for note in report.notes)
 
 
+@cpu_only
 def test_triton_asked_for_on_a_cpu(tiny_llama: Callable[..., nn.Module]) -> None:
     if backend.triton_importable():
         with pytest.raises(slothplug.SettingsError, match=r"backend is 'triton', but the model is on a CPU"):

@@ -12,6 +12,7 @@ from torch import nn
 
 import slothplug
 from slothplug.patching.sites import STATE, Calls
+from tests.patching.device import DEVICE, cpu_only
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -149,6 +150,7 @@ def test_a_norm_of_groups_is_not_taken_for_one_of_rows(group: int) -> None:
     assert not report.fused
 
 
+@cpu_only  # where no tensor of the model says otherwise, it is taken to be on the CPU
 def test_a_norm_without_weight_is_served_at_every_width() -> None:
     norm = WeightlessNorm()
     stock = copy.deepcopy(norm)
@@ -186,7 +188,7 @@ def test_every_pair_of_dtypes_gives_what_stock_gives(
         norm.to(weight_dtype), stock.to(weight_dtype)
         for dtype in FLOATS:
             before = calls(norm).served
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                 assert_stock(norm, stock, rows(2, 6, 32, dtype=dtype))
             if dtype is weight_dtype:
                 assert calls(norm).served == before + 1
@@ -196,7 +198,7 @@ def test_a_norm_that_autocast_changes_is_not_served_under_autocast() -> None:
     norm = CastFirstNorm()
     stock = copy.deepcopy(norm)
     fuse(norm)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert_stock(norm, stock, rows(2, 6, 32))
     assert calls(norm).served == 0
     norm(rows(2, 6, 32))

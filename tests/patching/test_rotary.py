@@ -20,6 +20,7 @@ from slothplug.patching.ops.rotary.recognition import identify
 from slothplug.patching.private_class import is_patched, stock_class
 from slothplug.patching.sites import STATE, Refusal
 from tests.patching.architectures import ARCHITECTURES, IDS, LABELS, assert_same_step, step, tiny
+from tests.patching.device import DEVICE
 
 
 def rotary_report(model: nn.Module, **settings: Any) -> slothplug.Report:
@@ -106,7 +107,7 @@ def test_bfloat16_and_autocast_are_served() -> None:
     for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
         model, stock = tiny("llama").to(dtype), tiny("llama").to(dtype)
         report = rotary_report(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             got, expected = (m(input_ids=IDS, labels=LABELS) for m in (model, stock))
         torch.testing.assert_close(got.loss, expected.loss, rtol=2e-2, atol=0)
         assert got.logits.dtype == expected.logits.dtype

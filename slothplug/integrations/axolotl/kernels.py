@@ -8,21 +8,26 @@ from typing import Any
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
-def switch_off(cfg: MutableMapping[str, Any]) -> None:
-    """Sets the keys to ``False`` in a raw configuration that sets none of them.
+def switch_off(cfg: MutableMapping[str, Any]) -> bool:
+    """Sets the keys to ``False`` in a raw configuration that sets none of them, and says whether it did.
 
     Axolotl sets them to ``True`` when it validates such a configuration for LoRA or QLoRA. Where one key is set it
     leaves the others alone, and so does this.
     """
-    if _has_adapters(cfg) and all(cfg.get(key) is None for key in LORA_KERNELS):
+    by_itself = _has_adapters(cfg) and all(cfg.get(key) is None for key in LORA_KERNELS)
+    if by_itself:
         cfg.update(dict.fromkeys(LORA_KERNELS, False))
+    return by_itself
 
 
-def note(cfg: Mapping[str, Any]) -> str | None:
-    """A sentence for the report of a run that would have had Axolotl's kernels without slothplug."""
+def note(cfg: Mapping[str, Any], switched_off: bool) -> str | None:
+    """A sentence for the report of a run with adapters: that Axolotl's kernels are off, and who wrote so."""
     if not _has_adapters(cfg):
         return None
-    return f"Axolotl's own LoRA kernels, which it switches on by itself, are off ({', '.join(LORA_KERNELS)}: false)"
+    keys = f"{', '.join(key for key in LORA_KERNELS if cfg.get(key) is False)}: false"
+    if switched_off:
+        return f"Axolotl's own LoRA kernels, which it switches on by itself, are off: slothplug set {keys}"
+    return f"Axolotl's own LoRA kernels are off, as the configuration says ({keys})"
 
 
 def _has_adapters(cfg: Mapping[str, Any]) -> bool:

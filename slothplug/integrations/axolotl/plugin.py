@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from axolotl.integrations.base import BasePlugin
 
 from slothplug.integrations.axolotl import clashes, kernels, log
+from slothplug.integrations.axolotl.frontdoor import PLUGIN
+from slothplug.integrations.axolotl.padding import padding_key
 from slothplug.integrations.axolotl.translation import settings_of
+from slothplug.settings import FLAG
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainerCallback
 
+logger = logging.getLogger("slothplug")
+
 
 class SlothplugPlugin(BasePlugin):
     """Serves ``use_fast_kernels`` in an Axolotl configuration.
 
-    ``plugins: [slothplug.integrations.axolotl.SlothplugPlugin]`` in the YAML. Without the flag, or with ``false``, it
-    does nothing.
+    ``plugins: [slothplug.integrations.axolotl.SlothplugPlugin]`` in the YAML. Without the flag it says that it does
+    nothing, with ``false`` it does nothing.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._switched_off = False
 
     def register(self, cfg: Any) -> None:
         """Reads the configuration as the user wrote it: the only moment that can tell that from Axolotl's defaults.
@@ -34,7 +44,10 @@ class SlothplugPlugin(BasePlugin):
         if chosen is not None:
             log.show()
             clashes.refuse(chosen.settings, cfg)
-            kernels.switch_off(cfg)
+            self._switched_off = kernels.switch_off(cfg)
+        elif cfg.get(FLAG) is None and PLUGIN in (cfg.get("plugins") or ()):
+            log.show()
+            logger.info("slothplug: nothing is patched, since the YAML has no %s; write `%s: true` into it", FLAG, FLAG)
 
     def get_input_args(self) -> str:
         return "slothplug.integrations.axolotl.arguments.SlothplugAxolotlArgs"
@@ -61,5 +74,5 @@ class SlothplugPlugin(BasePlugin):
             return []
         from slothplug.integrations.hf import FastKernelsCallback
 
-        notes = [note for note in (kernels.note(cfg), chosen.note) if note]
-        return [FastKernelsCallback(chosen.settings, padding_key="sample_packing: true", notes=notes)]
+        notes = [note for note in (kernels.note(cfg, self._switched_off), chosen.note) if note]
+        return [FastKernelsCallback(chosen.settings, padding_key=padding_key(cfg), notes=notes)]

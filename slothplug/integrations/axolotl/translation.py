@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slothplug.errors import SettingsError
-from slothplug.integrations.chosen import Chosen, keeping_logits
+from slothplug.integrations.chosen import Chosen, choose
 from slothplug.integrations.hf.flag import flag_value
 from slothplug.settings import FLAG, Settings
 
@@ -22,13 +22,14 @@ def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
     """The settings that ``cfg``, raw or validated, stands for; None where the flag is absent or off.
 
     Raises:
-        SettingsError: the flag or one of its settings is not valid, or its name is misspelt.
+        SettingsError: the flag or one of its settings is not valid, names an operation that there is not, or is
+            misspelt.
     """
     flag = cfg.get(FLAG)
     if FLAG not in cfg:
         _refuse_misspelt(cfg)
     settings = Settings.from_flag(flag_value(flag)) if flag is not None else None
-    return None if settings is None else keeping_logits(settings, _reader_of_logits(cfg))
+    return None if settings is None else choose(settings, _reader_of_logits(cfg))
 
 
 def _refuse_misspelt(cfg: Mapping[str, Any]) -> None:

@@ -33,8 +33,8 @@ class FastKernelsCallback(TrainerCallback):
     Args:
         settings: the flag's value: ``True``, a mapping of settings, or ``Settings``. With ``False`` nothing is done.
         padding_key: what the framework that drives this trainer calls the option that removes padding, for the line at
-            the end of training. By default the one of the trainer's arguments: ``packing`` or ``padding_free`` of TRL.
-            Empty where there is no such option.
+            the end of training; empty where it has none. By default the one of the trainer's arguments: ``packing`` or
+            ``padding_free`` of TRL.
 
     Attributes:
         report: the report on the trained model; None until it was patched.

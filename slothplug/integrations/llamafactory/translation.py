@@ -10,7 +10,7 @@ from typing import Any
 
 from slothplug.errors import ConflictError
 from slothplug.integrations import clashes
-from slothplug.integrations.chosen import keeping_logits
+from slothplug.integrations.chosen import choose
 from slothplug.integrations.hf.flag import flag_value
 from slothplug.integrations.llamafactory import arguments, log
 from slothplug.integrations.llamafactory.arguments import Arguments
@@ -51,7 +51,7 @@ def training_of(args: Arguments) -> Training | None:
     """The run that the arguments ask slothplug for; None where they do not.
 
     Raises:
-        SettingsError: the flag or one of its settings is not valid.
+        SettingsError: the flag or one of its settings is not valid, or names an operation that there is not.
         ConflictError: another key asks for what slothplug does.
     """
     values = arguments.read(args, _KEYS)
@@ -73,7 +73,7 @@ def training_of(args: Arguments) -> Training | None:
         logger.info("slothplug: %s", notes[0])
     clashing = {key: value for key, value in values.items() if arguments.is_on(value)}
     clashes.refuse(settings, CLASHES, clashing, asked=UNSLOTH if serve_unsloth else FLAG)
-    chosen = keeping_logits(settings, _reader_of_logits(values))
+    chosen = choose(settings, _reader_of_logits(values))
     if chosen.note:
         notes.append(chosen.note)
     return Training(

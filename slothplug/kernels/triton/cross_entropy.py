@@ -6,6 +6,9 @@ until the end of the row. The second writes d logits over the logits. It goes ba
 read last may still be in the L2 cache. Instructions count here: an H200 is nearly as busy with two exponentials an
 element as with its bytes.
 
+Where the rows' statistics are asked for, the first walk also keeps every lane's sum of e^(z - max) (z - max), from
+which the entropy follows, and the place of its maximum.
+
 Everything is float32 in registers. lse is not formed for the softmax: max and log-sum stay apart, as their sum would
 lose what a float32 of the size of the largest logit cannot hold.
 """
@@ -20,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slothplug.kernels.cross_entropy import Epilogue, Terms, Upstream, split
+from slothplug.kernels.cross_entropy import Epilogue, RowStatistics, Terms, Upstream, split
 from slothplug.kernels.triton.launch import launch
 from slothplug.kernels.triton.offline import OfflineCase, noted_launches
 
@@ -56,10 +59,12 @@ class TritonPrimitives:
         losses: torch.Tensor | None,
         terms: Terms,
         upstream: Upstream | None,
+        statistics: RowStatistics | None,
     ) -> None:
         rows, vocabulary = logits.shape
         walk = next(walk for walk in _WALKS if vocabulary <= walk.max_vocabulary)
         grad, divisor = upstream or (None, None)
+        entropy, argmax = statistics or (None, None)
         inner, outer = terms.epilogue.inner, terms.epilogue.outer
         launch(
             _cross_entropy_rows_kernel,
@@ -68,6 +73,8 @@ class TritonPrimitives:
             logits,
             labels,
             losses,
+            entropy,
+            argmax,
             terms.class_weight,
             terms.class_weight_sum,
             grad,
@@ -183,11 +190,11 @@ def _logits(
 
 @triton.jit
 def _distance(
-    z: tl.tensor, z_target: tl.tensor, columns: tl.tensor, class_weight_ptr: tl.tensor, vocabulary: tl.tensor
+    z: tl.tensor, anchor: tl.tensor, columns: tl.tensor, class_weight_ptr: tl.tensor, vocabulary: tl.tensor
 ) -> tl.tensor:
-    """w (z - z_target): relative to the target's logit, which keeps the sum small where all logits are large."""
+    """w (z - anchor): relative to the target's logit, which keeps the sum small where all logits are large."""
     inside = columns < vocabulary
-    distance = z - z_target
+    distance = z - anchor
     if class_weight_ptr is not None:
         distance *= tl.load(class_weight_ptr + columns, mask=inside, other=0.0)
     return tl.where(inside, distance, 0.0)
@@ -199,6 +206,45 @@ def _add_block(z: tl.tensor, maximum: tl.tensor, total: tl.tensor, GROUP: tl.con
     z = tl.reshape(z, [maximum.shape[0], GROUP])
     higher = tl.maximum(maximum, tl.max(z, 1))
     return higher, total * _exp(maximum - higher) + tl.sum(_exp(z - higher[:, None]), 1)
+
+
+@triton.jit
+def _add_statistics(
+    z: tl.tensor,
+    start: tl.tensor,
+    vocabulary: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    moment: tl.tensor,
+    place: tl.tensor,
+    GROUP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Before ``_add_block``: every lane's sum of e^(z - max) (z - max), and the first column of its best neighbours."""
+    LANES: tl.constexpr = maximum.shape[0]
+    columns = start + tl.arange(0, LANES) * GROUP
+    z = tl.reshape(z, [LANES, GROUP])
+    higher = tl.maximum(maximum, tl.max(z, 1))
+    distance = z - higher[:, None]
+    terms = tl.where(columns[:, None] + tl.arange(0, GROUP)[None, :] < vocabulary, _exp(distance) * distance, 0.0)
+    moment = (moment + (maximum - higher) * total) * _exp(maximum - higher) + tl.sum(terms, 1)
+    return moment, tl.where(higher > maximum, columns, place)
+
+
+@triton.jit
+def _leave_out(
+    logits_ptr: tl.tensor,
+    losses_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    WRITE_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A row whose label is ignored: no loss, and zero d logits."""
+    if losses_ptr is not None:
+        tl.store(losses_ptr, 0.0)
+    if WRITE_GRAD:
+        for start in range(0, logits_stride, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            tl.store(logits_ptr + columns, tl.zeros([BLOCK], logits_ptr.dtype.element_ty), mask=columns < logits_stride)
 
 
 @triton.jit
@@ -246,6 +292,8 @@ def _cross_entropy_rows_kernel(
     logits_ptr: tl.tensor,
     labels_ptr: tl.tensor,
     losses_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    argmax_ptr: tl.tensor,
     class_weight_ptr: tl.tensor,
     class_weight_sum_ptr: tl.tensor,
     grad_ptr: tl.tensor,
@@ -281,14 +329,15 @@ def _cross_entropy_rows_kernel(
     lanes = tl.arange(0, BLOCK)
     # Masks of loads and stores are the row's stride: a multiple of 64, so that they are 16 bytes wide for every
     # vocabulary. Rows of a head with a bias are dense; an odd vocabulary is then read in narrow loads.
-    if label == ignore_index:
-        if losses_ptr is not None:
-            tl.store(losses_ptr + row, 0.0)
-        if WRITE_GRAD:
-            for start in range(0, logits_stride, BLOCK):
-                columns = start + lanes
-                tl.store(logits_ptr + columns, tl.zeros([BLOCK], dtype), mask=columns < logits_stride)
-        return
+    if losses_ptr is not None:
+        losses_ptr += row
+    ignored = label == ignore_index
+    if entropy_ptr is None:
+        if ignored:
+            _leave_out(logits_ptr, losses_ptr, logits_stride, WRITE_GRAD, BLOCK)
+            return
+    else:
+        label = tl.where(ignored, 0, label)
 
     if class_weight_ptr is not None:
         nll_share = nll_share * tl.load(class_weight_ptr + label)
@@ -296,24 +345,33 @@ def _cross_entropy_rows_kernel(
     x_target = tl.load(logits_ptr + label).to(tl.float32)
     z_target = _logits(x_target, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
 
+    # Finite, also where the target is impossible: the distances of the others from it would be nan.
+    anchor = tl.where(z_target == float("-inf"), 0.0, z_target)
     # A finite start: -inf - (-inf) is nan, and logits may be -inf.
     maximum = tl.full([BLOCK // GROUP], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK // GROUP], tl.float32)
     spread = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK // GROUP], tl.float32)
+    place = tl.zeros([BLOCK // GROUP], tl.int32)
     whole = vocabulary // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         columns = start + lanes
         x = tl.load(logits_ptr + columns).to(tl.float32)
         z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
+        if entropy_ptr is not None:
+            moment, place = _add_statistics(z, start, vocabulary, maximum, total, moment, place, GROUP)
         maximum, total = _add_block(z, maximum, total, GROUP)
         if SMOOTHING:
-            spread += _distance(z, z_target, columns, class_weight_ptr, vocabulary)
+            spread += _distance(z, anchor, columns, class_weight_ptr, vocabulary)
     columns = whole + lanes
     x = tl.load(logits_ptr + columns, mask=columns < logits_stride, other=0.0).to(tl.float32)
     z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
-    maximum, total = _add_block(tl.where(columns < vocabulary, z, float("-inf")), maximum, total, GROUP)
     if SMOOTHING:
-        spread += _distance(z, z_target, columns, class_weight_ptr, vocabulary)
+        spread += _distance(z, anchor, columns, class_weight_ptr, vocabulary)
+    z = tl.where(columns < vocabulary, z, float("-inf"))
+    if entropy_ptr is not None:
+        moment, place = _add_statistics(z, whole, vocabulary, maximum, total, moment, place, GROUP)
+    maximum, total = _add_block(z, maximum, total, GROUP)
 
     top = tl.max(maximum, 0)
     row_total = tl.sum(total * _exp(maximum - top), 0)
@@ -321,16 +379,30 @@ def _cross_entropy_rows_kernel(
     nll = log_total + (top - z_target)
     lse = top + log_total
 
+    if entropy_ptr is not None:
+        row_moment = tl.sum((moment + (maximum - top) * total) * _exp(maximum - top), 0)
+        tl.store(entropy_ptr + row, log_total - row_moment / row_total)
+        # The last column where a row holds nan, and no lane has the maximum.
+        first = tl.min(tl.where(maximum == top, place, vocabulary - 1), 0)
+        columns = first + tl.arange(0, GROUP)
+        x = tl.load(logits_ptr + columns, mask=columns < vocabulary, other=0.0).to(tl.float32)
+        z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
+        first += tl.argmax(tl.where(columns < vocabulary, z, float("-inf")), 0)
+        tl.store(argmax_ptr + row, first.to(tl.int64))
+        if ignored:
+            _leave_out(logits_ptr, losses_ptr, logits_stride, WRITE_GRAD, BLOCK)
+            return
+
     weight_sum = vocabulary * 1.0
     if class_weight_sum_ptr is not None:
         weight_sum = tl.load(class_weight_sum_ptr)
     if losses_ptr is not None:
         loss = nll_share * nll
         if SMOOTHING:
-            loss += smooth_share * (weight_sum * nll - tl.sum(spread, 0))
+            loss += smooth_share * (weight_sum * (log_total + (top - anchor)) - tl.sum(spread, 0))
         if Z_LOSS:
             loss += z_loss * lse * lse
-        tl.store(losses_ptr + row, loss)
+        tl.store(losses_ptr, loss)
 
     if WRITE_GRAD:
         slope = nll_share
@@ -388,6 +460,8 @@ def offline_cases() -> Iterable[OfflineCase]:
         _note(torch.bfloat16, 256000, scaled)
         _note(torch.bfloat16, 128256, plain, label_smoothing=0.1, z_loss=1e-4)
         _note(torch.bfloat16, 128256, capped, label_smoothing=0.1, weighted=True)
+        for epilogue in (plain, capped):
+            _note(torch.bfloat16, 128256, epilogue, with_statistics=True)
         for shape, factor in (((128256, 4096), ()), ((8192, 4096), (8192,)), ((257,), ())):
             gradient, result = (torch.empty(shape, dtype=t, device="meta") for t in (torch.float32, torch.bfloat16))
             TritonPrimitives.scale(gradient, torch.empty(factor, device="meta"), result)
@@ -402,6 +476,7 @@ def _note(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     weighted: bool = False,
+    with_statistics: bool = False,
 ) -> None:
     logits = torch.empty(2048, -(-vocabulary // 64) * 64, dtype=dtype, device="meta")[:, :vocabulary]
     labels = torch.empty(2048, dtype=torch.int64, device="meta")
@@ -416,4 +491,6 @@ def _note(
         "ahead_of_sum": Upstream(None, None),
         "backward": Upstream(losses, None),
     }[way]
-    TritonPrimitives.cross_entropy_rows(logits, labels, None if way == "backward" else losses, terms, upstream)
+    statistics = RowStatistics.empty(2048, torch.device("meta")) if with_statistics else None
+    losses_out = None if way == "backward" else losses
+    TritonPrimitives.cross_entropy_rows(logits, labels, losses_out, terms, upstream, statistics)

@@ -2,13 +2,15 @@
 
 The operation ``head`` is linear + cross-entropy. A kernel that a plugin offers for it has the signature of
 ``kernels.linear_cross_entropy.linear_cross_entropy`` without ``backend``.
+
+A head that PEFT put a LoRA adapter on is served too (``ops.adapted_head``); the operation ``lora`` then leaves it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -19,13 +21,18 @@ from torch import nn
 
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.cross_entropy import EpilogueStep
-from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
+from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
+from slothplug.kernels.lora import Precision
 from slothplug.patching.call import current_call
 from slothplug.patching.deferred import Product
 from slothplug.patching.label_count import Bound
 from slothplug.patching.lazy_logits import put_off
+from slothplug.patching.ops import adapted_head
+from slothplug.patching.ops.adapted_head import Parts
+from slothplug.patching.ops.lora.layer import key_of
 from slothplug.patching.private_class import is_patched, stock_class
-from slothplug.patching.proof import difference
+from slothplug.patching.proof import difference, seed_generators
+from slothplug.patching.readers import Readers
 from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import (
     OTHER_ARGUMENTS,
@@ -61,7 +68,10 @@ class Head:
     """What a served head needs beside its weights."""
 
     chunk_bytes: int
+    precision: Precision = "peft"
+    """Of an adapter on the head; as the setting ``lora_precision``."""
     bound: Bound = field(default_factory=Bound)
+    readers: Readers = field(default_factory=Readers)
 
 
 @hookimpl
@@ -85,9 +95,14 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
         elif (kernel := kernel_for(NAME, device_of(head), dtype_of(head), settings)) is None:
             yield Left(NAME, names[head], head, f"no kernel for {device_of(head).type} and {dtype_of(head)}")
         else:
-            params = Head(settings.loss_chunk_mib * 2**20)
-            key = (getattr(head, "bias", None) is not None, dtype_of(head))
-            yield Site(NAME, names[head], head, fast_head, params, kernel, partial(prove, head, kernel), key)
+            params = Head(settings.loss_chunk_mib * 2**20, settings.lora_precision)
+            key: Hashable = (getattr(head, "bias", None) is not None, dtype_of(head))
+            proof = partial(prove, head, kernel)
+            if adapted_head.is_lora(head):
+                key, proof = key_of(head), partial(prove_adapted, head, kernel, settings.lora_precision)
+                if settings.lora_precision == "compute":
+                    kernel = replace(kernel, name=f"{kernel.name}, adapter cast to the input's dtype")
+            yield Site(NAME, names[head], head, fast_head, params, kernel, proof, key)
 
 
 def fast_head(module: nn.Module, served: Served, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -97,15 +112,43 @@ def fast_head(module: nn.Module, served: Served, hidden: torch.Tensor, *args: An
         return served.fall_back(module, "called without labels", hidden, *args, **kwargs)
     if args or kwargs:
         return served.fall_back(module, OTHER_ARGUMENTS, hidden, *args, **kwargs)
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    reason = _why_not(module, hidden, weight, bias, served.device_type)
-    if reason is not None or weight is None:
-        return served.fall_back(module, reason or "it has no weight of its own", hidden)
-    dtype = _product_dtype(hidden)
+    if not is_patched(module) and not _stays_gathered(module):
+        return served.fall_back(module, "its weights are freed when its call ends", hidden)
     max_valid = partial(served.params.bound.max_valid, count=call.label_count)
-    product = Product(hidden, weight, bias, dtype, served.kernel, served.params.chunk_bytes, served.calls, max_valid)
+    product = product_of(module, served, hidden, max_valid)
+    if isinstance(product, Refusal):
+        return served.fall_back(module, product.reason, hidden)
     call.at_end.append(lambda: product.close(completed=not call.failed))
     return put_off(product)
+
+
+def product_of(
+    module: nn.Module, served: Served, hidden: torch.Tensor, max_valid: Callable[[torch.Tensor, int], int | None]
+) -> Product | Refusal:
+    """What the head multiplies in this call, or why its original forward is to answer it."""
+    found = _parts_of(module)
+    if isinstance(found, Refusal):
+        return found
+    weight, bias, adapter = found
+    reason = _why_not(module, hidden, weight, bias, served.device_type)
+    if reason is None and adapter is not None:
+        reason = adapted_head.why_not_adapter(adapter, hidden)
+    if reason is not None or weight is None:
+        return Refusal(reason or "it has no weight of its own")
+    low_rank: LowRank | None = None
+    if adapter is not None:
+        # Nothing refuses from here on: dropout draws its mask once.
+        low_rank = adapted_head.low_rank_of(adapter, hidden, served.params.precision)
+    dtype, head = _product_dtype(hidden), served.params
+    return Product(
+        hidden, weight, bias, dtype, served.kernel, head.chunk_bytes, served.calls, max_valid, head.readers, low_rank
+    )
+
+
+def _parts_of(module: nn.Module) -> Parts | Refusal:
+    if adapted_head.is_lora(module):
+        return adapted_head.parts_of(module)
+    return Parts(module._parameters.get("weight"), module._parameters.get("bias"))
 
 
 def _why_not(
@@ -113,8 +156,6 @@ def _why_not(
 ) -> str | None:
     if reason := why_recorded():
         return reason
-    if not is_patched(module) and not _stays_gathered(module):
-        return "its weights are freed when its call ends"
     if module._backward_hooks or module._backward_pre_hooks:
         return "it has backward hooks"
     if reason := why_not_input(hidden, device_type):
@@ -163,9 +204,12 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 def _refusal_of(head: nn.Module, model: nn.Module, settings: Settings) -> Refusal | None:
     """Why the head cannot be served, or should not be."""
     base = stock_class(head)
-    if base.__module__.startswith("peft."):
+    if adapted_head.is_lora(head):
+        if refusal := adapted_head.why_not_plain_lora(head):
+            return refusal
+    elif base.__module__.startswith("peft."):
         return Refusal(f"an adapter is on the head ({base.__name__}): its own weight is not all that it multiplies by")
-    if base is not nn.Linear:
+    elif base is not nn.Linear:
         return Refusal(f"the head is {base.__module__}.{base.__qualname__}, not a plain linear layer")
     if settings.keep_logits:
         return Refusal("keep_logits is set", excused=True)
@@ -202,7 +246,7 @@ def _probe(
 
     def fused(x: torch.Tensor) -> torch.Tensor:
         max_valid = partial(Bound().max_valid, count=None)
-        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, max_valid)
+        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, max_valid, Readers())
         return _loss(put_off(product), epilogue, labels)
 
     def stock(x: torch.Tensor) -> torch.Tensor:
@@ -210,6 +254,43 @@ def _probe(
 
     reason = difference(fused, stock, [hidden], list(small.parameters()))
     return reason or ("the loss was not fused" if calls.fallbacks else None)
+
+
+def prove_adapted(head: nn.Module, kernel: Kernel, precision: Precision) -> str | None:
+    """The same for a head with a LoRA adapter: its twins' fused loss, and PEFT's forward with the stock loss."""
+    for probe in adapted_head.probes(head, _PROBE_SCALES):
+        for epilogue in _PROBE_EPILOGUES:
+            if reason := _probe_adapted(probe, epilogue, kernel, precision):
+                return f"{probe.words}, epilogue {[name for name, _ in epilogue]}: {reason}"
+    return None
+
+
+def _probe_adapted(
+    probe: adapted_head.Probe, epilogue: tuple[EpilogueStep, ...], kernel: Kernel, precision: Precision
+) -> str | None:
+    double: Any = probe.twin
+    hidden, device = probe.hidden, probe.hidden.device
+    labels = torch.randint(double.base_layer.out_features, hidden.shape[:-1], device=device).flatten()
+    labels[2] = -100
+    params, calls = Head(2**20, precision), Calls()
+    max_valid = partial(params.bound.max_valid, count=None)
+    served = Served(NAME, "", params, kernel.function, device.type, type(double).forward, None, calls)
+
+    def fused(x: torch.Tensor) -> torch.Tensor:
+        seed_generators(1)  # for one mask
+        with torch.autocast(device.type, enabled=probe.autocast, dtype=torch.get_autocast_dtype(device.type)):
+            product = product_of(double, served, x, max_valid)
+            if isinstance(product, Refusal):
+                return _loss(served.fall_back(double, product.reason, x), epilogue, labels)
+            return _loss(put_off(product), epilogue, labels)
+
+    def stock(x: torch.Tensor) -> torch.Tensor:
+        seed_generators(1)
+        with torch.autocast(device.type, enabled=probe.autocast, dtype=torch.get_autocast_dtype(device.type)):
+            return _loss(double(x), epilogue, labels)
+
+    reason = difference(fused, stock, [hidden], list(double.parameters()), probe.computed_in)
+    return reason or next((f"the loss was not fused: {why}" for why in calls.fallbacks), None)
 
 
 def _loss(logits: torch.Tensor, epilogue: tuple[EpilogueStep, ...], labels: torch.Tensor) -> torch.Tensor:

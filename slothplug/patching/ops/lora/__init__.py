@@ -43,7 +43,7 @@ def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, s
     return Kernel(name, "torch", partial(lora_linear, precision=settings.lora_precision))
 
 
-@hookimpl
+@hookimpl(trylast=True)  # of an output head with an adapter, ``head`` serves the loss as well
 def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site | Left]:
     layers = sys.modules.get(PEFT_LAYERS)
     if layers is None:

@@ -72,8 +72,10 @@ class Adapted(NamedTuple):
     """The layers that hold A and B."""
 
 
-def adapted(module: nn.Module) -> Adapted | Refusal:
+def adapted(module: nn.Module, hooks_on_itself: bool = False) -> Adapted | Refusal:
     """The parts of a LoRA layer in the plain case, or why this is not the plain case.
+
+    With ``hooks_on_itself``, the plain case may have hooks around the layer's forward, though not on its parts.
 
     Reads ``__dict__`` and ``_modules`` directly: attribute look-ups of nn.Module would cost more than all the rest.
     """
@@ -103,7 +105,7 @@ def adapted(module: nn.Module) -> Adapted | Refusal:
         return Refusal("a part of it is not an nn.Linear")
     if torch_module._has_any_global_hook():
         return Refusal("hooks on every module are set")
-    if hooked(module) or hooked(base) or hooked(first) or hooked(second):
+    if (not hooks_on_itself and hooked(module)) or hooked(base) or hooked(first) or hooked(second):
         return Refusal("it or a part of it has hooks, or a forward set by somebody else")
     active_dropout = None
     if type(dropout) is nn.Dropout:

@@ -1,0 +1,113 @@
+"""What it costs to know how many labels count, and what it saves: short training steps, where a wait shows most.
+
+    python -m slothplug.bench.label_count
+
+The steps of all ways take turns in one process, forward and backward of a LoRA model without an optimizer. Each ends
+with a wait for its loss, as a Trainer that logs every step has it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import typer
+from torch import nn
+
+import slothplug
+from slothplug.bench.environment import versions
+from slothplug.bench.trainer_step import SHAPES
+from slothplug.patching.label_count import Bound, LabelCount
+
+IGNORED = -100
+
+
+@contextmanager
+def counted_at_the_call() -> Iterator[None]:
+    """As it is."""
+    yield
+
+
+@contextmanager
+def counted_at_the_loss() -> Iterator[None]:
+    """One wait for the device at the loss."""
+    with mock.patch.object(LabelCount, "start", return_value=None):
+        yield
+
+
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Every row takes part."""
+    with counted_at_the_loss(), mock.patch.object(Bound, "max_valid", return_value=None):
+        yield
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "not counted": not_counted,
+    "counted at the call": counted_at_the_call,
+    "counted at the loss": counted_at_the_loss,
+}
+
+
+def lora_model(shape: str) -> nn.Module:
+    """A patched model in bfloat16 with random weights and adapters of rank 16 on all linears."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SHAPES[shape])
+    config.use_cache = False
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    slothplug.patch(model)
+    return model.train()
+
+
+def step(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> float:
+    """Seconds from the call to the arrival of the loss on the host."""
+    model.zero_grad()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    loss.item()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "qwen2.5-0.5b",
+    batch: int = 1,
+    length: int = 512,
+    repetitions: int = 20,
+) -> None:
+    """Prints a table of the three ways, without and with ignored labels."""
+    model = lora_model(shape)
+    ids = torch.randint(SHAPES[shape]["vocab_size"], (batch, length), device="cuda")
+    print("| shape | tokens | ignored | labels are | step, ms (min-max) |\n| --- | --- | --- | --- | --- |")
+    for share in (0.0, 0.6):
+        labels = ids.masked_fill(torch.rand(ids.shape, device="cuda") < share, IGNORED)
+        seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+        for repetition in range(repetitions + 3):
+            for name, way in WAYS.items():
+                with way():
+                    took = step(model, ids, labels)
+                if repetition >= 3:
+                    seconds[name].append(took * 1e3)
+        for name, found in seconds.items():
+            spread = f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
+            print(f"| {shape} | {batch} x {length} | {share:.0%} | {name} | {spread} |")
+    print(f"\n{versions()}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
