@@ -2,6 +2,8 @@
 # make test                    run the tests, with the newest supported releases
 # make test-versions           run the core tests with each set of releases in tests/versions
 # make test-axolotl            train with the real Axolotl, the flag off and on
+# make test-llamafactory       train with the real LLaMA-Factory, the flag off and on
+# make test-llamafactory-webui the same from its web UI, in a browser (Debian's chromium)
 # make architectures-spread    patch and train a step of 25 model types that differ most
 # make lint                    ruff and mypy
 #
@@ -26,8 +28,9 @@ VERSIONS ?= oldest llamafactory axolotl newest
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 AXOLOTL ?= axolotl==0.19.0
+LLAMAFACTORY ?= llamafactory==0.9.5
 
-.PHONY: demo test test-versions test-axolotl architectures-spread lint clean
+.PHONY: demo test test-versions test-axolotl test-llamafactory test-llamafactory-webui architectures-spread lint clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/slothplug demo
@@ -46,6 +49,15 @@ test-axolotl:
 	$(MAKE) --no-print-directory $(VENV)-with-axolotl/.axolotl VENV=$(VENV)-with-axolotl
 	$(VENV)-with-axolotl/bin/python -m pytest -n 2 --dist loadfile tests/axolotl
 
+# So does LLaMA-Factory.
+test-llamafactory:
+	$(MAKE) --no-print-directory $(VENV)-with-llamafactory/.llamafactory VENV=$(VENV)-with-llamafactory
+	$(VENV)-with-llamafactory/bin/python -m pytest -n 2 --dist loadfile tests/llamafactory
+
+test-llamafactory-webui:
+	$(MAKE) --no-print-directory $(VENV)-with-llamafactory/.webui VENV=$(VENV)-with-llamafactory
+	$(VENV)-with-llamafactory/bin/python -m pytest -m webui -rP tests/llamafactory
+
 architectures-spread: $(VENV)/.development
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "" tests/architectures
 
@@ -55,7 +67,7 @@ lint: $(VENV)/.development
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) $(VERSIONS:%=$(VENV)-%) $(VENV)-with-axolotl
+	rm -rf $(VENV) $(VERSIONS:%=$(VENV)-%) $(VENV)-with-axolotl $(VENV)-with-llamafactory
 	rm -rf build dist slothplug-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # pip from 25.1 on knows dependency groups.
@@ -78,4 +90,18 @@ $(VENV)/.development: $(VENV)/.torch pyproject.toml $(REQUIREMENTS)
 $(VENV)/.axolotl: $(VENV)/.torch pyproject.toml tests/axolotl/requirements.txt
 	$(PIP) install --requirement tests/axolotl/requirements.txt --editable .
 	$(PIP) install --no-deps $(AXOLOTL)
+	touch $@
+
+# Without its dependencies, too. It imports torchaudio on every run and calls it for sound only; where no torchaudio
+# loads beside this torch, an empty module lets it be imported.
+$(VENV)/.llamafactory: $(VENV)/.torch pyproject.toml tests/llamafactory/requirements.txt
+	$(PIP) install --requirement tests/llamafactory/requirements.txt --editable .
+	$(PIP) install --no-deps $(LLAMAFACTORY)
+	$(VENV)/bin/python -c 'import torchaudio' 2>/dev/null || \
+		touch $$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py
+	touch $@
+
+$(VENV)/.webui: $(VENV)/.llamafactory tests/llamafactory/requirements-webui.txt
+	$(PIP) install --requirement tests/llamafactory/requirements-webui.txt
+	command -v chromedriver chromium || apt-get install --yes chromium chromium-driver
 	touch $@

@@ -42,6 +42,9 @@ def test_the_wheel_ships_types_licence_and_command(tmp_path: Path) -> None:
     assert "slothplug/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "slothplug = slothplug.cli.main:app" in entry_points
+    assert "slothplug-llamafactory = slothplug.integrations.llamafactory.command:main" in entry_points
+    assert "slothplug/integrations/llamafactory/worker/llamafactory_worker.py" in names
+    assert "slothplug/integrations/bootstrap/slothplug_doors.py" in names
     assert not any(name.startswith("tests/") for name in names)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 from slothplug.errors import SlothplugError
+
+Switch = Literal["on", "off", "status"]
 
 USER_ERROR = 2
 """Exit status of a command that was asked for something it cannot do."""
@@ -125,6 +127,16 @@ def run(ctx: typer.Context) -> None:
         print(ctx.get_help(), file=sys.stderr)
         raise typer.Exit(2)
     raise typer.Exit(run_command(ctx.args))
+
+
+@app.command()
+def autoload(
+    what: Annotated[Switch, typer.Argument(help="Put the start-up hook in, take it out, or say which it is.")],
+) -> None:
+    """Serve the flag in every Python process of this environment, so that no command needs a word in front."""
+    from slothplug.cli.autoload import run_autoload
+
+    run_autoload(what)
 
 
 if __name__ == "__main__":

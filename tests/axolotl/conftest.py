@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model, its tokenizer and rows, in which configurations are written."""
-    from tests.axolotl.tiny import write
+    from tests.tiny_on_disk import write
 
     folder = tmp_path_factory.mktemp("axolotl")
     write(folder)

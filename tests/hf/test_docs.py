@@ -12,7 +12,7 @@ from slothplug import Settings
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["huggingface", "axolotl"])
+@pytest.mark.parametrize("page", ["huggingface", "axolotl", "llamafactory"])
 def test_the_table_is_the_schema(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| (.*) \|$", text, re.MULTILINE)

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from slothplug.errors import ConflictError
+from slothplug.integrations import clashes
 from slothplug.integrations.axolotl.kernels import LORA_KERNELS
-from slothplug.settings import FLAG, Settings
-
-
-@dataclass(frozen=True)
-class Clash:
-    """A key that cannot be on together with some of slothplug's operations.
-
-    Attributes:
-        key: Axolotl's key.
-        why: what it does, as the continuation of "it".
-        ops: the operations of slothplug that it cannot live with; beside the others it may stay. None: all.
-        values: the values that clash; None: every one that is not false.
-    """
-
-    key: str
-    why: str
-    ops: tuple[str, ...] | None = None
-    values: tuple[object, ...] | None = None
-
-    def applies(self, settings: Settings, value: object) -> bool:
-        asked = bool(value) if self.values is None else value in self.values
-        return asked and (self.ops is None or any(settings.wants(op) for op in self.ops))
-
+from slothplug.integrations.clashes import Clash
+from slothplug.settings import Settings
 
 CLASHES = (
     *(Clash(key, "replaces the forwards of attention and MLP by Axolotl's own LoRA kernels") for key in LORA_KERNELS),
@@ -68,21 +46,12 @@ def refuse(settings: Settings, cfg: Mapping[str, Any], written: frozenset[str] |
     Raises:
         ConflictError: one or more keys clash; all are named, each with the line to delete.
     """
-    found = [clash for clash in CLASHES if clash.applies(settings, cfg.get(clash.key))]
-    if found:
-        sentences = [_say(clash, cfg[clash.key], written is None or clash.key in written) for clash in found]
-        raise ConflictError(
-            f"{FLAG} is on, and so is what cannot be on beside it; no model was loaded. " + " ".join(sentences)
-        )
 
+    def mend(clash: Clash, value: object) -> str:
+        if written is None or clash.key in written:
+            return clashes.delete_line(clash, value)
+        if clash.key in _PLUGIN_DEFAULTS:
+            return f"Delete the line `- {_PLUGIN_DEFAULTS[clash.key]}` under plugins, which switches it on"
+        return f"Write `{clash.key}: false`"
 
-def _say(clash: Clash, value: object, written: bool) -> str:
-    line = f"`{clash.key}: {str(value).lower()}`"
-    mend = f"Delete the line {line}"
-    if not written and clash.key in _PLUGIN_DEFAULTS:
-        mend = f"Delete the line `- {_PLUGIN_DEFAULTS[clash.key]}` under plugins, which switches it on"
-    elif not written:
-        mend = f"Write `{clash.key}: false`"
-    if clash.ops is not None:
-        mend += f", or keep it and write `{FLAG}: {{skip_ops: [{', '.join(clash.ops)}]}}`"
-    return f"{line} clashes with `{FLAG}`: it {clash.why}. {mend}."
+    clashes.refuse(settings, CLASHES, cfg, mend=mend)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from slothplug.errors import SettingsError
+from slothplug.integrations.chosen import Chosen, choose
 from slothplug.integrations.hf.flag import flag_value
-from slothplug.plugins import operations
 from slothplug.settings import FLAG, Settings
 
 READ_LOGITS = ("rl", "orpo_alpha", "reward_model", "process_reward_model", "kd_trainer", "use_eaft", "do_bench_eval")
@@ -17,14 +16,6 @@ READ_LOGITS = ("rl", "orpo_alpha", "reward_model", "process_reward_model", "kd_t
 
 _DIFFUSION = "DiffusionPlugin"
 """The same, of a plugin that has no key to switch it on."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What a configuration asks for, and a sentence for the report where that is not all that the user wrote."""
-
-    settings: Settings
-    note: str | None = None
 
 
 def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
@@ -38,17 +29,7 @@ def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
     if FLAG not in cfg:
         _refuse_misspelt(cfg)
     settings = Settings.from_flag(flag_value(flag)) if flag is not None else None
-    if settings is None:
-        return None
-    settings.check_ops([operation.name for operation in operations()])
-    reader = _reader_of_logits(cfg)
-    if reader is None or settings.keep_logits:
-        return Chosen(settings)
-    # Logits that were put off would be computed when they are read, after a loss that nobody uses.
-    return Chosen(
-        settings.model_copy(update={"keep_logits": True}),
-        f"the output head computes real logits (as with keep_logits: true), because {reader} reads them",
-    )
+    return None if settings is None else choose(settings, _reader_of_logits(cfg))
 
 
 def _refuse_misspelt(cfg: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
-"""What ``slothplug run`` puts in front of a Python process: front doors that open when their module has been imported.
+"""What ``slothplug run`` puts in front of a Python process: the front doors, and the ``sitecustomize`` it shadows.
 
-Python imports ``sitecustomize`` at start, and this folder is first on ``PYTHONPATH``. Only the standard library is
-imported here: a process that never imports one of the modules in ``DOORS`` pays for nothing.
+Python imports ``sitecustomize`` at start, and this folder is first on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -9,55 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
-from typing import Any
-
-DOORS = {
-    "transformers.training_args": ("slothplug.integrations.hf.frontdoor", "open_arguments", "TrainingArguments"),
-    "transformers.trainer": ("slothplug.integrations.hf.frontdoor", "open_trainer", "Trainer"),
-    "axolotl.cli.config": ("slothplug.integrations.axolotl.frontdoor", "open_config", "prepare_plugins"),
-}
-"""Module that is waited for -> our module, its function, and the awaited module's attribute that it is called with."""
-
-
-class DoorFinder:
-    """Finds the modules in ``DOORS`` as the other finders do, and opens their door when they have been executed."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in DOORS:
-            return None
-        for finder in sys.meta_path:
-            find_spec = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find_spec and find_spec(name, path, target)
-            if spec:
-                self._open_after(spec.loader, DOORS[name])
-                return spec
-        return None
-
-    @staticmethod
-    def _open_after(loader: Any, door: tuple[str, str, str]) -> None:
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            execute(module)
-            home, function, argument = door
-            try:
-                opener = getattr(importlib.import_module(home), function)
-            except ModuleNotFoundError as error:
-                if error.name != "slothplug":
-                    raise
-                raise ImportError(
-                    f"slothplug run: slothplug is not installed for {sys.executable}. Install it there, or run the "
-                    f"command without 'slothplug run'."
-                ) from None
-            opener(getattr(module, argument))
-
-        # On this loader instance only: the module's spec and loader stay of the classes that others expect.
-        loader.exec_module = exec_module
 
 
 def import_shadowed() -> None:
@@ -70,5 +22,5 @@ def import_shadowed() -> None:
         spec.loader.exec_module(module)
 
 
-sys.meta_path.insert(0, DoorFinder())
+importlib.import_module("slothplug_doors")  # beside this file: while its folder is still on the path
 import_shadowed()

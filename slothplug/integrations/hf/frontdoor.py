@@ -1,8 +1,8 @@
 """The front door: what is wrapped in transformers so that ``use_fast_kernels`` is an argument like any other.
 
-Nothing here runs on ``import slothplug`` or in ``slothplug.patch``. It is reached by ``slothplug run``, by
-``install()``, and, for the trainer's half, by constructing ``slothplug.integrations.hf.TrainingArguments`` with the
-flag on. It changes
+Nothing here runs on ``import slothplug`` or in ``slothplug.patch``. It is reached by ``slothplug run`` and
+``slothplug autoload``, by ``install()``, and, for the trainer's half, by constructing
+``slothplug.integrations.hf.TrainingArguments`` with the flag on. It changes
 
 - ``transformers.TrainingArguments`` and every dataclass derived from it (``SFTConfig``, ``DPOConfig``, ...): a field
   ``use_fast_kernels`` that ``HfArgumentParser``, ``to_dict`` and ``dataclasses.replace`` know, ``__init__`` and
