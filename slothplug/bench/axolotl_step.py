@@ -132,8 +132,13 @@ def table(results: Iterable[Mapping[str, Any]]) -> str:
         "| loss, first and last step | furthest from stock |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    stock = {json.dumps(r["case"]): r for r in results if r["variant"] == "stock" and "error" not in r}
-    return "\n".join([*lines, *(_row(result, stock.get(json.dumps(result["case"]))) for result in results)])
+    stock = {_steps_of(r): r for r in results if r["variant"] == "stock" and "error" not in r}
+    return "\n".join([*lines, *(_row(result, stock.get(_steps_of(result))) for result in results)])
+
+
+def _steps_of(result: Mapping[str, Any]) -> tuple[str, int]:
+    """What runs must have in common to be compared."""
+    return json.dumps(result["case"]), len(result.get("losses", ()))
 
 
 def _row(result: Mapping[str, Any], stock: Mapping[str, Any] | None) -> str:
@@ -163,9 +168,10 @@ def write(results: Sequence[Mapping[str, Any]], output: Path) -> None:
     kept = [result for result in earlier if (result["case"], result["variant"]) not in repeated]
     together = [*kept, *results]
     path.write_text(json.dumps(together, indent=1) + "\n")
+    installed = "\n".join(dict.fromkeys(result["versions"] for result in together))
     commands = "\n".join(f"    {command}" for command in dict.fromkeys(result["command"] for result in together))
     output.with_suffix(".md").write_text(
-        f"# A training step of `axolotl train`\n\n{versions()}\n\n{commands}\n\n{table(together)}\n"
+        f"# A training step of `axolotl train`\n\n{installed}\n\n{commands}\n\n{table(together)}\n"
     )
 
 
@@ -186,6 +192,7 @@ def main(
     """Times LoRA steps of `axolotl train` and prints a table."""
     arguments = without(without(sys.argv[1:], "--output"), "--folder")
     command = f"python -m slothplug.bench.axolotl_step {shlex.join(arguments)}"
+    made_by = {"command": command, "versions": versions()}
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         files = (folder or Path(temporary)).absolute()
@@ -194,7 +201,7 @@ def main(
             for on in {"on": (True,), "off": (False,), "both": (True, False)}[checkpointing]:
                 for variant in variants.split(","):
                     case = Case(shape, chosen, batch, length, on, rank, layers)
-                    results.append(measure(case, variant, steps, warmup, files) | {"command": command})
+                    results.append(measure(case, variant, steps, warmup, files) | made_by)
                     print(results[-1].get("error") or table(results).splitlines()[-1], flush=True)
                     if output:
                         write(results, output)

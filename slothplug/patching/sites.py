@@ -169,8 +169,8 @@ class Site:
 class Left:
     """A module of an operation's kind that stays as it was.
 
-    ``excused`` marks kinds that no version claims to serve (gated norms, MLA, 3-D experts): the report lists them,
-    strict mode does not raise for them.
+    ``excused`` marks kinds that no version claims to serve (gated norms, MLA, 3-D experts), and modules that another
+    operation serves: the report lists them, strict mode does not raise for them.
     """
 
     op: str

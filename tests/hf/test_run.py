@@ -41,7 +41,7 @@ sys.exit(7 if mine.layers == 7 else 0)
 
 
 def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     inherited = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
         [sys.executable, "-c", LAUNCHER, *command], capture_output=True, text=True, timeout=500, env=inherited

@@ -56,10 +56,7 @@ def test_statistics_are_those_of_the_logits(data: st.DataObject, backend: Backen
     hidden = torch.where(torch.rand(rows, 1) < 0.5, torch.randint(-2, 3, (rows, 5)).float(), torch.randn(rows, 5))
     weight = torch.randint(-2, 3, (vocabulary, 5)).float()
     hidden, weight = hidden.to(device), weight.to(device)
-    without = differentiate(
-        lambda h, w: linear_cross_entropy(h, w, labels, max_valid=data.draw(st.just(rows)), **options), 0.7,
-        hidden, weight,
-    )  # fmt: skip
+    without = differentiate(lambda h, w: linear_cross_entropy(h, w, labels, **options), 0.7, hidden, weight)
     got, found = with_statistics(hidden, weight, labels, max_valid=int((labels != ignore_index).sum()), **options)
     for mine, reference in zip(got, without, strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -105,3 +102,18 @@ def test_statistics_of_an_evaluation(backend: Backend, device: torch.device) -> 
     with torch.no_grad():
         linear_cross_entropy(hidden, weight, labels, statistics=found, backend=backend)
     torch.testing.assert_close(found.entropy.double(), entropy(hidden @ weight.T), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        RowStatistics(torch.empty(3), torch.empty(4, dtype=torch.int64)),
+        RowStatistics(torch.empty(4, dtype=torch.float64), torch.empty(4, dtype=torch.int64)),
+        RowStatistics(torch.empty(4), torch.empty(4, dtype=torch.int32)),
+        RowStatistics(torch.empty(8)[::2], torch.empty(4, dtype=torch.int64)),
+        RowStatistics(torch.empty(4, device="meta"), torch.empty(4, dtype=torch.int64)),
+    ],
+)
+def test_refusals(wrong: RowStatistics) -> None:
+    with pytest.raises(ValueError, match=r"statistics\.(entropy|argmax) is \[N\] = \(4,\)"):
+        linear_cross_entropy(torch.randn(4, 2), torch.randn(5, 2), torch.zeros(4, dtype=torch.int64), statistics=wrong)

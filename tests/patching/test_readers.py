@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import slothplug
 from slothplug.kernels.cross_entropy import RowStatistics
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.patching.deferred import Product
-from slothplug.patching.log_probabilities import LazyLogProbabilities
 from slothplug.patching.sites import STATE, Calls
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, LABELS, assert_same_step, tiny
+from tests.patching.device import DEVICE
 
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ def test_where_nobody_reads_any_more_nothing_is_written_down(products: list[torc
     assert written == [True, False, False]
 
 
-def test_with_an_epilogue_logits_are_made_a_chunk_at_a_time(products: list[torch.Tensor]) -> None:
+def test_with_an_epilogue_logits_are_made_for_the_readers(products: list[torch.Tensor]) -> None:
     """What the loss saw is not what the readers see."""
     for make in (lambda: tiny("gemma2"), lambda: tiny("cohere2")):
         model, stock = make(), make()
@@ -102,6 +103,50 @@ def test_with_an_epilogue_logits_are_made_a_chunk_at_a_time(products: list[torch
             assert products
             assert max(rows.numel() for rows in products) < model.config.hidden_size * IDS.numel()
         assert calls_of(report).fallbacks == {}
+
+
+def test_what_a_reader_gets_is_its_own() -> None:
+    model, stock = tiny("llama"), tiny("llama")
+    slothplug.patch(model)
+    for _ in range(3):
+        for one in (model, stock):
+            output = one(input_ids=IDS, labels=LABELS)
+            with torch.no_grad():
+                entropy, words = entropy_from_logits(output.logits), output.logits.argmax(-1)
+                kept = entropy.clone(), words.clone()
+                entropy.zero_(), words.zero_()
+                assert torch.equal(output.logits.argmax(-1), kept[1])
+                assert torch.equal(entropy_from_logits(output.logits), kept[0])
+
+
+def test_two_losses_of_one_call(products: list[torch.Tensor]) -> None:
+    """Only the first writes down; the second changes none of it."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
+        rows, targets = logits.float().view(-1, vocab_size), labels.view(-1)
+        return F.cross_entropy(rows, targets) + F.cross_entropy(rows, targets.roll(-1))
+
+    model, stock = tiny("llama"), tiny("llama")
+    report = slothplug.patch(model)
+    model.loss_function = stock.loss_function = loss
+    for _ in range(3):
+        products.clear()
+        assert_same(read(model), read(stock))
+    assert not products
+    assert (calls_of(report).served, dict(calls_of(report).fallbacks)) == (6, {})
+
+
+@pytest.mark.parametrize("way", ["pure", "autocast"])
+def test_in_bfloat16(way: str) -> None:
+    """As TRL trains. Stock's entropy is a sum of 128 rounded products."""
+    model, stock = (tiny("llama").to(torch.bfloat16 if way == "pure" else torch.float32) for _ in range(2))
+    report = slothplug.patch(model)
+    for _ in range(2):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=way == "autocast"):
+            ours, theirs = read(model), read(stock)
+        torch.testing.assert_close(ours[1].float(), theirs[1].float(), rtol=2e-2, atol=0)
+        assert torch.equal(ours[2], theirs[2])
+    assert calls_of(report).fallbacks == {}
 
 
 @pytest.mark.parametrize("fault", ["takes none", "writes another word"])
@@ -158,7 +203,6 @@ def test_whatever_is_read_is_what_stock_has(use: Callable[[torch.Tensor], torch.
                 entropy_from_logits(output.logits)  # so that the next step expects a reader
                 found.append(use(output.logits) + 0)
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-        assert not isinstance(found[0], LazyLogProbabilities)
 
 
 def test_with_a_graph_the_logits_are_real() -> None:

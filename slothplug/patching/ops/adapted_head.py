@@ -51,7 +51,7 @@ def why_not_plain_lora(head: Any) -> Refusal | None:
 def parts_of(module: nn.Module) -> Parts | Refusal:
     """What a LoRA layer's call multiplies by as it is now, or why PEFT's forward is to answer it."""
     own = module.__dict__
-    if own["_disable_adapters"] and not own["merged_adapters"]:  # PEFT unmerges first
+    if own["_disable_adapters"] and not own["merged_adapters"]:  # where they are merged, PEFT's forward unmerges
         base = own["_modules"]["base_layer"]
         if hooked(base) or stock_class(base) is not nn.Linear:
             return Refusal("adapters are disabled, and the base layer is no plain linear layer or has hooks")
