@@ -61,6 +61,8 @@ class Product:
         readers: who reads of every row what its softmax says.
         low_rank: a LoRA adapter's share of the logits, or None. Its u is ``[..., r]``, with its graph and in the dtype
             that PEFT multiplies by B in, to which B is cast.
+        state: what else the head multiplies by: it changes where an adapter is merged into the weight, which PEFT does
+            through ``.data``.
         open: whether a loss may still be fused: the outermost call is running and nothing was read.
         loss_taken: whether a fused loss was computed.
         statistics: what it wrote down for the readers, of all rows in their order; None where none were expected.
@@ -78,10 +80,11 @@ class Product:
         max_valid: Callable[[torch.Tensor, int], int | None],
         readers: Readers,
         low_rank: LowRank | None = None,
+        state: Callable[[], object] | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self.loss, self.chunk_bytes, self.calls, self.max_valid = loss, chunk_bytes, calls, max_valid
-        self.readers, self.low_rank = readers, low_rank
+        self.readers, self.low_rank, self.state = readers, low_rank, state
         self.statistics: RowStatistics | None = None
         self.open, self.loss_taken, self._was_read = True, False, False
         self._deferred: weakref.WeakSet[Deferred] = weakref.WeakSet()
@@ -176,10 +179,11 @@ class Product:
         b = self.low_rank.b if self.low_rank is not None else None
         return [tensor for tensor in (self.weight, self.bias, b) if tensor is not None]
 
-    def _current_versions(self) -> tuple[tuple[torch.dtype, int, int], ...]:
+    def _current_versions(self) -> tuple[object, ...]:
         """What tells that a tensor is another than it was. A write through ``.data`` into its memory does not."""
         tensors = (self.hidden, *self._weights())
-        return tuple((t.dtype, t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors)
+        state = self.state() if self.state is not None else None
+        return (state, *((t.dtype, t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
 
 
 class Deferred:
@@ -244,26 +248,28 @@ class Deferred:
     def room_for_readers(self) -> RowStatistics | None:
         """Room for what the loss of these values is to write down; None where nobody is expected to read it of them."""
         product = self.product
-        if product.statistics is not None or not self._is_of_the_product():
+        if product.statistics is not None or product.dtype is torch.float64 or not self._is_of_the_product():
             return None
         if not all(step.rows is None or step.reshapes for step in self.steps()):
             return None
-        return product.readers.expect(product.loss, self.meta.shape[0], product.hidden.device, product.dtype)
+        return product.readers.expect(self.meta.shape[0], product.hidden.device, product.dtype)
 
     def argmax(self) -> torch.Tensor:
         """The most likely word of every row, ``[...]`` int64."""
         written = self._written()
         if written is not None:
-            return self._own_rows(written.argmax).clone()  # the caller's own, to write into
+            return self._own_rows(written.argmax)
         return self._by_chunks(lambda logits: logits.argmax(-1))
 
     def entropy(self) -> torch.Tensor:
-        """The entropy of every row in nats, ``[...]`` float32."""
+        """The entropy of every row in nats, ``[...]`` float32, or float64 of such logits."""
         written = self._written()
         return self._own_rows(written.entropy) if written is not None else self._by_chunks(_entropy)
 
     def _written(self) -> RowStatistics | None:
-        self.product.readers.note()
+        product = self.product
+        if product.dtype is not torch.float64 and product.low_rank is None:
+            product.readers.note(product.loss, product.hidden.device, product.dtype)
         return self.product.statistics if self._is_of_the_product() else None
 
     def _is_of_the_product(self) -> bool:
@@ -274,7 +280,9 @@ class Deferred:
         return self.product.low_rank is None and all(step == ("cast", torch.float32) for step in self.epilogue())
 
     def _own_rows(self, of_all: torch.Tensor) -> torch.Tensor:
-        return self.rows(of_all.view(*self.product.hidden.shape[:-1], 1)).squeeze(-1)
+        """A copy, dense as stock's results are, and the caller's to write into."""
+        rows = self.rows(of_all.view(*self.product.hidden.shape[:-1], 1)).squeeze(-1)
+        return rows.clone(memory_format=torch.contiguous_format)
 
     def _by_chunks(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return torch.cat([function(logits) for logits in self.chunks()]).view(self.meta.shape[:-1])
@@ -296,7 +304,7 @@ class Deferred:
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    log_p = torch.log_softmax(logits.float(), -1)
+    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     return -(log_p.exp() * log_p).sum(-1)
 
 

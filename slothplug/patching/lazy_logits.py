@@ -261,7 +261,7 @@ def _may_fuse(logits: LazyLogits, target: object, weight: torch.Tensor | None) -
 
 
 def _argmax(deferred: Deferred, dim: int | None = None, keepdim: bool = False) -> torch.Tensor | None:
-    if dim is None or dim % deferred.meta.ndim != deferred.meta.ndim - 1 or deferred.meta.numel() == 0:
+    if dim not in (-1, deferred.meta.ndim - 1) or deferred.meta.numel() == 0:
         return None
     found = deferred.argmax()
     return found.unsqueeze(-1) if keepdim else found

@@ -56,7 +56,7 @@ class LazyLogProbabilities(LazyLogits):
 
 def put_off(logits: LazyLogits, dim: int, half_to_float: bool) -> LazyLogProbabilities | None:
     """``log_softmax(logits, dim)``; None where a graph would need it, or its values."""
-    if half_to_float or dim % logits.ndim != logits.ndim - 1 or logits._deferred.is_real or logits.numel() == 0:
+    if half_to_float or dim not in (-1, logits.ndim - 1) or logits._deferred.is_real or logits.numel() == 0:
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return None

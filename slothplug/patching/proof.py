@@ -37,19 +37,23 @@ def full_float32_products() -> Iterator[None]:
     Trainers allow it for a whole run (Axolotl wherever the GPU has it, transformers with ``tf32=True``).
     """
     matmuls: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]
-    before = [switch.fp32_precision for switch in switches]
+    matmuls = tuple(matmul for matmul in matmuls if hasattr(matmul, "fp32_precision"))
     precision = _float32_matmul_precision()
-    try:
-        if precision is not None:
-            torch.set_float32_matmul_precision("highest")
-        for switch in switches:
+    before: list[tuple[Any, str]] = []
+    if precision is not None:
+        before += [(matmul, matmul.fp32_precision) for matmul in matmuls]
+        torch.set_float32_matmul_precision("highest")
+    # What all inherit from comes first: a switch that inherits is off with it, and must go on inheriting.
+    for switch in (torch.backends, *matmuls) if matmuls else ():
+        if switch.fp32_precision != "ieee":
+            before.insert(0, (switch, switch.fp32_precision))
             switch.fp32_precision = "ieee"
+    try:
         yield
     finally:
         if precision is not None:
             torch.set_float32_matmul_precision(precision)
-        for switch, value in zip(switches, before, strict=True):
+        for switch, value in before:
             switch.fp32_precision = value
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from slothplug.kernels.cross_entropy import RowStatistics
+from slothplug.patching.label_count import recomputing
 
 logger = logging.getLogger("slothplug")
 
@@ -25,32 +26,33 @@ class Readers:
     """The readers of one head."""
 
     def __init__(self) -> None:
-        self._expected = self._unread = False
+        self._expected = self._unread = self._writes = False
         self._proved: dict[tuple[torch.device, torch.dtype], bool] = {}
 
-    def expect(
-        self, loss: Callable[..., torch.Tensor], rows: int, device: torch.device, dtype: torch.dtype
-    ) -> RowStatistics | None:
-        """Room for what ``loss`` is to write down of ``rows`` rows; None where nobody is expected to read it.
+    def expect(self, rows: int, device: torch.device, dtype: torch.dtype) -> RowStatistics | None:
+        """Room for what a loss of ``rows`` rows is to write down; None where nobody is expected to read it."""
+        if not recomputing():
+            self._unread = self._expected = self._expected and not self._unread
+            self._writes = self._expected and self._proved.get((device, dtype), False)
+        return RowStatistics.empty(rows, device) if self._writes else None
 
-        ``loss`` (``kernels.linear_cross_entropy``) is proved first: where it writes something else, or takes no
-        ``statistics``, it is not asked again, and the log says so. That is done here and not when the model is patched,
-        because it compiles and waits, and most runs have no such reader.
+    def note(self, loss: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """Somebody reads what ``loss`` (``kernels.linear_cross_entropy``) could have written down.
+
+        The first time that is proved: where it writes something else, or takes no ``statistics``, it is not asked, and
+        the log says so. Not when the model is patched, for it compiles and waits, and most runs have no such reader.
         """
-        self._unread = self._expected = self._expected and not self._unread
-        if not self._expected or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        self._expected, self._unread = True, False
         if (device, dtype) not in self._proved:
-            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            # The proof is nobody else's: not of a checkpoint that the reader may be in, nor of inference mode.
+            own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False), own:
                 reason = _why_not_statistics(loss, device, dtype)
             if reason is not None:
                 logger.info("slothplug: entropy and argmax of the logits are computed from logits, for %s", reason)
             self._proved[device, dtype] = reason is None
-        return RowStatistics.empty(rows, device) if self._proved[device, dtype] else None
-
-    def note(self) -> None:
-        """Somebody reads."""
-        self._expected, self._unread = True, False
 
 
 def _why_not_statistics(loss: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype) -> str | None:

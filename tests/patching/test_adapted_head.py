@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
@@ -416,6 +417,30 @@ def test_reading_after_the_adapter_was_trained_is_refused() -> None:
         model.base_model.model.lm_head.lora_B["default"].weight.mul_(2)
     with pytest.raises(StaleLogitsError, match="written"):
         output.logits.softmax(-1)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload"])
+def test_reading_after_a_merge_is_refused(merge: str, disabled: bool) -> None:
+    """PEFT merges through ``.data``, which leaves no trace in the weight: the adapter would count twice."""
+    model, _, _ = pair()
+    with model.disable_adapter() if disabled else contextlib.nullcontext():
+        output = model(input_ids=IDS, labels=LABELS)
+    getattr(model, merge)()
+    with pytest.raises(StaleLogitsError, match="written or replaced"):
+        output.logits.argmax(-1)
+
+
+def test_a_scaling_of_0_hides_no_nan() -> None:
+    model, stock, head = pair()
+    for one in (model, stock):
+        layer = one.base_model.model.lm_head
+        layer.scaling["default"] = 0.0
+        with torch.no_grad():
+            layer.lora_B["default"].weight[0, 0] = torch.nan
+    losses = [one(input_ids=IDS, labels=LABELS).loss for one in (model, stock)]
+    assert losses[0].isnan().item() == losses[1].isnan().item()
+    assert head.calls.fallbacks == {"the adapter's scaling is 0": 1}
 
 
 @pytest.mark.parametrize("fault", ["drops the adapter", "forgets the scaling", "starves B"])

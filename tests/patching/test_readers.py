@@ -119,6 +119,79 @@ def test_what_a_reader_gets_is_its_own() -> None:
                 assert torch.equal(entropy_from_logits(output.logits), kept[0])
 
 
+def test_what_a_reader_gets_is_an_ordinary_tensor_in_inference_mode_too() -> None:
+    model = tiny("llama")
+    slothplug.patch(model)
+    for _ in range(3):
+        with torch.inference_mode():
+            logits = model(input_ids=IDS, labels=LABELS).logits
+        words = logits[:, :-1].argmax(-1)
+        assert words.view(-1).shape == (38,)  # dense
+        words[0, 0] = 3
+        with pytest.raises(IndexError):
+            logits.argmax(3)
+        with pytest.raises(IndexError):
+            logits.log_softmax(-4)
+
+
+def test_a_loss_that_raises_writes_nothing_down() -> None:
+    model, stock = tiny("llama"), tiny("llama")
+    slothplug.patch(model)
+    read(model)
+    words = []
+    for one in (model, stock):
+        kept: list[torch.Tensor] = []
+
+        def loss(logits: torch.Tensor, kept: list[torch.Tensor] = kept, **_: Any) -> torch.Tensor:
+            kept.append(logits)
+            with pytest.raises(ValueError, match="Expected input batch_size"):
+                F.cross_entropy(logits.float().view(-1, logits.shape[-1]), LABELS.view(-1)[1:])
+            rows = logits.float().view(-1, logits.shape[-1])
+            with pytest.raises(RuntimeError):
+                F.cross_entropy(rows, LABELS.view(-1), weight=torch.ones(3, device=rows.device))
+            return kept[0].argmax(-1).sum()
+
+        one.loss_function = loss
+        words.append(one(input_ids=IDS, labels=LABELS).loss)
+    assert torch.equal(*words)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "not read"])
+def test_the_whole_model_in_a_checkpoint(reads: bool) -> None:
+    """What the second forward saves must be what the first did."""
+    labels = IDS.where(torch.rand(IDS.shape, generator=torch.Generator(DEVICE).manual_seed(0)) < 0.5, -100)
+    labels[:, 0] = IDS[:, 0]  # counted at the call, and shifted away before the loss
+    model, stock = tiny("llama"), tiny("llama")
+    slothplug.patch(model)
+
+    def run(one: nn.Module) -> Step:
+        one.zero_grad()
+
+        def forward(ids: torch.Tensor) -> Any:
+            output = one(input_ids=ids, labels=labels, use_cache=False)
+            return output.loss, output.logits
+
+        loss, logits = torch.utils.checkpoint.checkpoint(forward, IDS, use_reentrant=False)
+        if reads:
+            with torch.no_grad():
+                logits.argmax(-1), entropy_from_logits(logits)
+        loss.backward()
+        return Step(loss.detach(), {name: p.grad.clone() for name, p in one.named_parameters() if p.grad is not None})
+
+    for _ in range(4):
+        assert_same_step(run(model), run(stock))
+
+
+def test_float64_is_read_in_float64() -> None:
+    model, stock = tiny("llama").double(), tiny("llama").double()
+    with torch.no_grad():
+        for one in (model, stock):
+            one.lm_head.bias = nn.Parameter(torch.full((one.config.vocab_size,), 1e6, dtype=torch.float64))
+    slothplug.patch(model)
+    for _ in range(2):
+        torch.testing.assert_close(read(model)[1], read(stock)[1], rtol=1e-9, atol=1e-9)
+
+
 def test_two_losses_of_one_call(products: list[torch.Tensor]) -> None:
     """Only the first writes down; the second changes none of it."""
 

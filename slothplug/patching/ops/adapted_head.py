@@ -64,8 +64,15 @@ def parts_of(module: nn.Module) -> Parts | Refusal:
     return Parts(found.operand.weight, found.operand.bias, found)
 
 
+def merged(module: nn.Module) -> tuple[str, ...]:
+    """The adapters that are in the base layer's weight now."""
+    return tuple(module.__dict__["merged_adapters"])
+
+
 def why_not_adapter(found: Adapted, hidden: torch.Tensor) -> str | None:
     """Why these tensors go PEFT's way."""
+    if found.operand.scaling == 0:
+        return "the adapter's scaling is 0"  # a product times 0 is skipped, and may have been nan
     weight, a, b = found.operand.weight, found.operand.a, found.operand.b
     if not all(plain(t) and t.device == hidden.device and not hasattr(t, "ds_id") for t in (a, b)):
         return "the adapter is sharded or elsewhere"

@@ -143,8 +143,9 @@ def product_of(
         low_rank = adapted_head.low_rank_of(adapter, hidden, served.params.precision)
     dtype, head = _product_dtype(hidden), served.params
     return Product(
-        hidden, weight, bias, dtype, served.kernel, head.chunk_bytes, served.calls, max_valid, head.readers, low_rank
-    )
+        hidden, weight, bias, dtype, served.kernel, head.chunk_bytes, served.calls, max_valid, head.readers, low_rank,
+        partial(adapted_head.merged, module) if adapted_head.is_lora(module) else None,
+    )  # fmt: skip
 
 
 def _parts_of(module: nn.Module) -> Parts | Refusal:
