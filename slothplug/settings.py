@@ -30,7 +30,9 @@ class Settings(BaseModel):
         description="Kernel backend: 'auto' takes Triton on a GPU that it supports and PyTorch elsewhere.",
     )
     strict: bool = Field(
-        default=False, description="Raise where a site had to be left as it was, instead of reporting it."
+        default=False,
+        description="Raise where a site had to be left as it was, instead of reporting it. Not where that is excused: "
+        "kinds that no version serves yet (DoRA, say), and what the objective needs, such as logits.",
     )
     verify: bool = Field(
         default=True,

@@ -300,9 +300,13 @@ def _conclude(report: Report, core: nn.Module) -> None:
 
 def _why_strict_refuses(report: Report, left: list[SiteReport]) -> str:
     if not left:
+        found = "no site was found"
+        if report.left:
+            first = report.left[0]
+            found = f"nothing could be fused: {first.op} at {first.name} ({first.class_name}), for one: {first.reason}"
         return (
-            f"use_fast_kernels.strict is true and no site was found. Leave use_fast_kernels off for this model, or set "
-            f"strict to false.\n{report}"
+            f"use_fast_kernels.strict is true and {found}. Leave use_fast_kernels off for this model, or set strict to "
+            f"false.\n{report}"
         )
     counts = Counter(site.op for site in left)
     first = left[0]

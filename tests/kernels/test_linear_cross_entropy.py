@@ -267,8 +267,11 @@ def test_low_rank_terms_as_exact_as_stock(
 ) -> None:
     """https://github.com/huggingface/trl/issues/4612: the adapter of the head was neither used nor trained."""
     skip_if_not_rounded(backend, dtype, device)
-    if interpreted(backend, device) and (mixed or how != "none_weighted"):
-        pytest.skip("interpreted, each of these takes many seconds; the others run the same kernel code")
+    others = mixed or how != "none_weighted" or (dtype, term) != (torch.float32, torch.bfloat16)
+    if interpreted(backend, device) and others:
+        pytest.skip(
+            "interpreted, each takes a minute; the term's products are PyTorch's on both backends"
+        )
     ours_only = {"chunk_bytes": 5 * 320 * dtype.itemsize}  # chunks of 5 and 3 rows
     draw = exactness_draw(
         dtype, device, how, mixed, backend, (8, 32, 257), ours_only, term=term, epilogue=EPILOGUES["cast"]
