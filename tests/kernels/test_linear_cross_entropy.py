@@ -269,9 +269,7 @@ def test_low_rank_terms_as_exact_as_stock(
     skip_if_not_rounded(backend, dtype, device)
     others = mixed or how != "none_weighted" or (dtype, term) != (torch.float32, torch.bfloat16)
     if interpreted(backend, device) and others:
-        pytest.skip(
-            "interpreted, each takes a minute; the term's products are PyTorch's on both backends"
-        )
+        pytest.skip("interpreted, each takes a minute; the term's products are PyTorch's on both backends")
     ours_only = {"chunk_bytes": 5 * 320 * dtype.itemsize}  # chunks of 5 and 3 rows
     draw = exactness_draw(
         dtype, device, how, mixed, backend, (8, 32, 257), ours_only, term=term, epilogue=EPILOGUES["cast"]
