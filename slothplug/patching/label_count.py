@@ -63,17 +63,9 @@ class Bound:
 
     def __init__(self) -> None:
         self._holds: bool | None = None
-        self._last: tuple[int, int | None] = (0, None)
 
     def max_valid(self, labels: torch.Tensor, ignore_index: int, count: LabelCount | None) -> int | None:
         """An upper bound for the ``labels`` that are not ``ignore_index``; None where every row is to take part."""
-        size, last = self._last
-        if recomputing() and size == labels.numel():
-            return last
-        self._last = labels.numel(), self._decide(labels, ignore_index, count)
-        return self._last[1]
-
-    def _decide(self, labels: torch.Tensor, ignore_index: int, count: LabelCount | None) -> int | None:
         if labels.device.type not in ("cpu", "cuda") or _captured(labels):
             return None
         if count is None or ignore_index != IGNORED or labels.numel() > count.size or self._holds is False:
@@ -84,13 +76,9 @@ class Bound:
         if self._holds is None:
             found = _ask(labels, ignore_index)
             self._holds = found <= bound
-            return found
+            # Where it holds the bound, as ever after: a checkpoint's second forward must save what its first did.
+            return bound if self._holds else found
         return bound
-
-
-def recomputing() -> bool:
-    """Whether a backward pass runs on this thread: a checkpoint's second forward must do what its first did."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _captured(labels: torch.Tensor) -> bool:

@@ -40,15 +40,15 @@ def full_float32_products() -> Iterator[None]:
     matmuls = tuple(matmul for matmul in matmuls if hasattr(matmul, "fp32_precision"))
     precision = _float32_matmul_precision()
     before: list[tuple[Any, str]] = []
-    if precision is not None:
-        before += [(matmul, matmul.fp32_precision) for matmul in matmuls]
-        torch.set_float32_matmul_precision("highest")
-    # What all inherit from comes first: a switch that inherits is off with it, and must go on inheriting.
-    for switch in (torch.backends, *matmuls) if matmuls else ():
-        if switch.fp32_precision != "ieee":
-            before.insert(0, (switch, switch.fp32_precision))
-            switch.fp32_precision = "ieee"
     try:
+        if precision is not None:
+            before += [(matmul, matmul.fp32_precision) for matmul in matmuls]
+            torch.set_float32_matmul_precision("highest")
+        # What all inherit from comes first: a switch that inherits is off with it, and must go on inheriting.
+        for switch in (torch.backends, *matmuls) if matmuls else ():
+            if switch.fp32_precision != "ieee":
+                before.insert(0, (switch, switch.fp32_precision))
+                switch.fp32_precision = "ieee"
         yield
     finally:
         if precision is not None:

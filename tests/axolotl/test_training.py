@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.axolotl.runs import DPO, LORA, WITHOUT_KERNELS, Run, train
+from tests.equal_runs import assert_equal_runs
 
 ADAPTERS = LORA | WITHOUT_KERNELS
 LONG = {"max_steps": 20, "val_set_size": 8, "eval_steps": 10}
-TOLERANCE = 1e-5
 # Bit-equal they are not: a fused operation adds up in another order, and where a gradient is next to zero Adam divides
 # that rounding by its own size, into a part of a step of 3e-3. Seen: up to 1.4e-6, and 5.6e-6 where DPO trains all.
 WEIGHTS = 5e-6
@@ -27,16 +26,7 @@ def pair(workplace: Path, name: str, **keys: Any) -> tuple[Run, Run]:
 
 
 def assert_equal(on: Run, off: Run, *logged: str, weights: float = WEIGHTS) -> None:
-    for key in ("loss", "grad_norm", *logged):
-        ours, stock = on.logged(key), off.logged(key)
-        assert stock, f"{key} was not logged"
-        assert ours == pytest.approx(stock, rel=TOLERANCE, abs=TOLERANCE), key
-    ours, stock = on.weights(), off.weights()
-    assert ours.keys() == stock.keys()
-    for name, weight in stock.items():
-        torch.testing.assert_close(
-            ours[name], weight, rtol=TOLERANCE, atol=weights, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_equal_runs(on, off, logged, weights)
     assert (off.record["patched"], off.record["report"]) == (0, None)
     assert (on.record["callbacks"], off.record["callbacks"]) == (1, 0)
 

@@ -23,10 +23,11 @@ from transformers import TrainerCallback
 from slothplug.integrations.hf import FastKernelsCallback
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.sites import STATE
+from tests.equal_runs import assert_equal_runs
 from tests.tiny_on_disk import write as write_files
 
 REPOSITORY = Path(__file__).parents[2]
-TOLERANCE = 1e-5
+WEIGHTS = 1e-5
 BASE = {
     "model_name_or_path": "model", "template": "default", "dataset_dir": ".", "cutoff_len": 128,
     "overwrite_output_dir": True, "do_train": True, "per_device_train_batch_size": 2, "max_steps": 4,
@@ -130,16 +131,7 @@ def pair(workplace: Path, name: str, flag: object = True, **keys: Any) -> tuple[
 
 
 def assert_equal(on: Run, off: Run, *logged: str) -> None:
-    for key in ("loss", "grad_norm", *logged):
-        ours, stock = on.logged(key), off.logged(key)
-        assert stock, f"{key} was not logged"
-        assert ours == pytest.approx(stock, rel=TOLERANCE, abs=TOLERANCE), key
-    ours, stock = on.weights(), off.weights()
-    assert ours.keys() == stock.keys()
-    for name, weight in stock.items():
-        torch.testing.assert_close(
-            ours[name], weight, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_equal_runs(on, off, logged, WEIGHTS)
 
 
 def assert_served(on: Run, off: Run, fallbacks: Collection[str] = ()) -> None:

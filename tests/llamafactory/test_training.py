@@ -106,8 +106,8 @@ def test_evaluation_alone(workplace: Path) -> None:
 
 
 def test_bfloat16(workplace: Path) -> None:
-    """float32 adapters under autocast: no further from stock than twice as far as stock from itself, whose attention
-    is another implementation; pooled over seeds and steps, since single runs drift apart by chance.
+    """float32 adapters under autocast: from stock at most 1.5 times as far as stock with another attention is; pooled
+    over seeds and steps, since single runs drift apart by chance.
     """
     keys = STAGES["sft"] | LORA | {"bf16": True, "upcast_layernorm": True}
     far: dict[str, list[float]] = {"slothplug": [], "eager attention": []}
@@ -120,7 +120,7 @@ def test_bfloat16(workplace: Path) -> None:
             far[name] += [a - b for a, b in zip(run.logged("loss"), off.logged("loss"), strict=True)]
     rms = {name: math.sqrt(sum(value**2 for value in values) / len(values)) for name, values in far.items()}
     print(f"losses beside stock's, root mean square of the differences: {rms}")
-    assert 0 < rms["slothplug"] <= 2 * rms["eager attention"]
+    assert 0 < rms["slothplug"] <= 1.5 * rms["eager attention"]
 
 
 def test_resume(workplace: Path) -> None:

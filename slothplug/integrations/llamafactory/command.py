@@ -1,4 +1,7 @@
-"""``slothplug-llamafactory``: LLaMA-Factory's command line, whose ``train`` knows the flags. Nothing is wrapped."""
+"""``slothplug-llamafactory``: LLaMA-Factory's command line, whose ``train`` knows the flags. Nothing is wrapped.
+
+Of LLaMA-Factory one global is changed, in this command's own process and only where that starts others.
+"""
 
 from __future__ import annotations
 
