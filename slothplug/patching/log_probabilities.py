@@ -38,8 +38,8 @@ class LazyLogProbabilities(LazyLogits):
             return LazyLogProbabilities(self._logits, "p")
         if func is aten.mul.Tensor and self._is_the_other_of(args[0]):
             return LazyLogProbabilities(self._logits, "p log p")
-        if func is aten.sum.dim_IntList and self._form == "p log p" and not kwargs:
-            return self._negative_entropy(*args)
+        if func is aten.sum.dim_IntList and self._form == "p log p":
+            return self._negative_entropy(*args, **kwargs)
         return None
 
     def _is_the_other_of(self, factor: object) -> bool:
@@ -47,11 +47,15 @@ class LazyLogProbabilities(LazyLogits):
             return False
         return {self._form, factor._form} == {"log p", "p"}
 
-    def _negative_entropy(self, dims: list[int] | None, keepdim: bool = False) -> torch.Tensor | None:
+    def _negative_entropy(
+        self, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
         if dims not in ([-1], [self.ndim - 1]) or keepdim:
             return None
+        if dtype not in (None, self.dtype, torch.float32):  # autocast on a GPU asks for float32
+            return None
         found = self._logits.entropy()
-        return -found.to(self.dtype)
+        return -found.to(dtype or self.dtype)
 
 
 def put_off(logits: LazyLogits, dim: int, half_to_float: bool) -> LazyLogProbabilities | None:

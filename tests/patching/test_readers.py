@@ -225,6 +225,21 @@ def test_in_bfloat16(way: str) -> None:
     assert calls_of(report).fallbacks == {}
 
 
+def test_a_sum_in_float32(products: list[torch.Tensor]) -> None:
+    """What autocast makes of ``sum`` on a GPU."""
+    model, stock = tiny("llama").bfloat16(), tiny("llama").bfloat16()
+    slothplug.patch(model, {"ops": ["head"]})
+    for _ in range(2):
+        products.clear()
+        found = []
+        for one in (model, stock):
+            with torch.no_grad():
+                log_p = one(input_ids=IDS, labels=LABELS).logits.log_softmax(-1)
+                found.append((log_p.exp() * log_p).sum(-1, dtype=torch.float32))
+        torch.testing.assert_close(*found, rtol=2**-7, atol=0.0)
+    assert not products
+
+
 @pytest.mark.parametrize("fault", ["takes none", "writes another word"])
 def test_a_kernel_that_cannot_is_not_asked(fault: str, products: list[torch.Tensor]) -> None:
     """A plugin's, say. Its readers are answered a chunk at a time."""
@@ -260,6 +275,7 @@ BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "other logits": lambda x: (x.log_softmax(-1) * (x * 2).log_softmax(-1).exp()).sum(-1),
     "gathered": lambda x: x.log_softmax(-1).gather(-1, IDS[..., None]),
     "a list": lambda x: torch.tensor(x.log_softmax(-1).tolist()),
+    "summed in float64": lambda x: (lambda y: (y * y.exp()).sum(-1, dtype=torch.float64))(x.log_softmax(-1)),
     "cast": lambda x: (lambda y: (y * y.exp()).sum(-1))(x.float().log_softmax(-1)),
     "half": lambda x: x.half().argmax(-1),
     "written before": lambda x: (lambda y: (x.mul_(3), (y * y.exp()).sum(-1) + x.sum(-1))[1])(x.log_softmax(-1)),
