@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from slothplug.kernels.glu import DTYPES
+from slothplug.patching.ops.glu.again import not_kept
 from slothplug.patching.ops.glu.gated_mlp import GatedMLP, formula, gate_and_up
 from slothplug.patching.recording import why_recorded
 from slothplug.patching.sites import OTHER_ARGUMENTS, Served, hooked, plain, why_not_input
@@ -23,14 +25,14 @@ def fast_glu(module: nn.Module, served: Served, *args: Any, **kwargs: Any) -> to
     if reason := _why_not(module, mlp, args[0], served.device_type):
         return served.fall_back(module, reason, *args)
     gate, up = gate_and_up(modules, mlp, args[0])
-    if _fusable(gate, up, served.device_type):
-        h = served.calls.serve(served.kernel(gate, up, **mlp.arguments()))
-    else:
+    if not _fusable(gate, up, served.device_type):
         # The layers were called: calling the original forward now would run them, and their hooks, twice.
         served.calls.fallbacks["gate and up are no plain tensors of one known dtype"] += 1
-        h = formula(gate, up, mlp)
-    output: torch.Tensor = modules[mlp.down](h)
-    return output
+        return modules[mlp.down](formula(gate, up, mlp))
+    kernel = partial(served.kernel, **mlp.arguments())
+    h = served.calls.serve(kernel(gate, up))
+    with not_kept(h, gate, up, kernel):
+        return modules[mlp.down](h)
 
 
 def _why_not(module: nn.Module, mlp: GatedMLP, x: torch.Tensor, device_type: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slothplug.patching.ops.glu.again import not_kept
 from slothplug.patching.ops.glu.gated_mlp import GatedMLP, gate_and_up
 from slothplug.patching.ops.glu.recognition import Identified
 from slothplug.patching.ops.glu.structure import recording_twin
@@ -36,5 +37,7 @@ def _with_kernel(
     modules: Mapping[str, Any], mlp: GatedMLP, kernel: Callable[..., torch.Tensor], x: torch.Tensor
 ) -> torch.Tensor:
     gate, up = gate_and_up(modules, mlp, x)
-    output: torch.Tensor = modules[mlp.down](kernel(gate, up, **mlp.arguments()))
-    return output
+    with_arguments = partial(kernel, **mlp.arguments())
+    h = with_arguments(gate, up)
+    with not_kept(h, gate, up, with_arguments):
+        return modules[mlp.down](h)
