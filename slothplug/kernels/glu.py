@@ -14,8 +14,8 @@ With s = sigmoid(z), every activation but ``relu``, ``relu2`` and ``gelu`` is on
 Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
 
 Memory traffic for n output elements: forward 3 n elements (reads gate, up; writes out), backward 5 n (reads d_out,
-gate, up; writes d_gate, d_up), 6 n where it also writes act(gate) * up again. Some 10 flops an element forward and 20
-backward, so both are bound by memory. Only gate and up are kept for backward; act(gate) is computed again from them.
+gate, up; writes d_gate, d_up). Some 10 flops an element forward and 20 backward, so both are bound by memory. Only
+gate and up are kept for backward; act(gate) is computed again from them.
 
 Precision: everything is computed in float32 and rounded once. The stock expression rounds act(gate) to the input's
 dtype before it multiplies, and d_out * up before it multiplies by act'(gate). These roundings are not reproduced.
@@ -125,13 +125,11 @@ class Primitives(Protocol):
         *,
         d_gate: Tensor | None = None,
         d_up: Tensor | None = None,
-        h: Tensor | None = None,
     ) -> None:
-        """Writes the gradients, and act(gate) * up again, into those of ``d_gate``, ``d_up`` and ``h`` that are given.
+        """Writes the gradients into those of ``d_gate`` and ``d_up`` that are given.
 
         Destinations have gate's shape and leading dimensions that collapse; whoever owns grad_output, gate or up may
-        give it as a destination too. ``h`` is what the forward wrote, so that the input of the next linear layer need
-        not be kept for its weight gradient.
+        give it as a destination too.
         """
 
 
@@ -190,15 +188,13 @@ class _TorchPrimitives:
         *,
         d_gate: Tensor | None = None,
         d_up: Tensor | None = None,
-        h: Tensor | None = None,
     ) -> None:
         gate_float = gate.float()
         written = []
         if d_gate is not None:
             written.append((d_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
-        if d_up is not None or h is not None:
-            activated = _activate(gate_float, activation)
-            written += [(t, activated * factor) for t, factor in ((d_up, grad_output), (h, up)) if t is not None]
+        if d_up is not None:
+            written.append((d_up, _activate(gate_float, activation) * grad_output))
         for destination, value in written:  # after everything is read, since a destination may be an input
             destination.copy_(value)
 

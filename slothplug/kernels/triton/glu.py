@@ -141,7 +141,6 @@ def glu_backward_kernel(
     up: tl.tensor,
     d_gate: tl.tensor,
     d_up: tl.tensor,
-    h: tl.tensor,
     columns: tl.tensor,
     column_blocks: tl.tensor,
     grad_row: tl.tensor,
@@ -154,12 +153,10 @@ def glu_backward_kernel(
     d_gate_column: tl.tensor,
     d_up_row: tl.tensor,
     d_up_column: tl.tensor,
-    h_row: tl.tensor,
-    h_column: tl.tensor,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d_gate, d_up and act(gate) * up, each where its pointer is not None."""
+    """d_gate and d_up, each where its pointer is not None."""
     row, column, mask = _block(columns, column_blocks, BLOCK)
     grad = tl.load(grad_output + row * grad_row + column * grad_column, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_row + column * gate_column, mask=mask, other=0.0).to(tl.float32)
@@ -169,8 +166,6 @@ def glu_backward_kernel(
         tl.store(d_gate + row * d_gate_row + column * d_gate_column, grad_x, mask=mask)
     if d_up is not None:
         tl.store(d_up + row * d_up_row + column * d_up_column, grad * activated, mask=mask)
-    if h is not None:
-        tl.store(h + row * h_row + column * h_column, activated * y, mask=mask)
 
 
 class TritonPrimitives:
@@ -189,9 +184,8 @@ class TritonPrimitives:
         *,
         d_gate: Tensor | None = None,
         d_up: Tensor | None = None,
-        h: Tensor | None = None,
     ) -> None:
-        _launch(glu_backward_kernel, (grad_output, gate, up), (d_gate, d_up, h), activation)
+        _launch(glu_backward_kernel, (grad_output, gate, up), (d_gate, d_up), activation)
 
 
 def _launch(
@@ -240,6 +234,6 @@ def offline_cases() -> list[OfflineCase]:
         x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device="meta")  # a column count beyond int32
         both_directions("silu", x, x)
         gate, up = packed(8192, 14336, torch.bfloat16, "gate_up")
-        for destinations in ({"d_gate": gate}, {"d_up": up}, {"d_gate": gate, "d_up": up, "h": gate}):
+        for destinations in ({"d_gate": gate}, {"d_up": up}):
             TritonPrimitives.backward(gate, gate, up, "silu", **destinations)
     return cases
