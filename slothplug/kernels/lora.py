@@ -19,6 +19,11 @@ Dtypes are PEFT's. Under autocast, or where all is of one dtype, every product i
 adapters of another dtype than x multiply in their own, and x W^T is rounded to x's dtype before the sum, as PEFT does.
 A's and B's gradients have A's and B's dtype.
 
+A base weight may be stored otherwise than it is multiplied in (4 bits an element, as in Dettmers et al., "QLoRA:
+Efficient Finetuning of Quantized LLMs", 2023). It is frozen and has a dtype of its own for its products; y returns to
+x's dtype after the sum. Each pass unpacks one weight at a time and keeps none: O_i K (e + 1/2) bytes more to move,
+once forward and once for dx.
+
 Cost for x [N, K], W_i [O_i, K], rank r_i, e bytes an element: forward 2 N K O_i + 2 N r_i (K + O_i) flops, of which the
 first term is the base layer's own; it reads x twice in all and writes y_i twice. Backward is twice that, less the dW_i
 of frozen weights. Kept for backward: x once, S [N, sum r_i], and references to (or casts of) W, A and B.
@@ -27,7 +32,7 @@ of frozen weights. Kept for backward: x once, S [N, sum r_i], and references to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +44,22 @@ Precision = Literal["peft", "compute"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Packed(NamedTuple):
+    """A frozen base weight that is stored otherwise than it is multiplied in.
+
+    Attributes:
+        stored: any tensor; what is kept for the backward.
+        state: what else ``unpack`` needs.
+        unpack: makes a new [O, K] tensor of ``stored`` and ``state``.
+        dtype: x and the unpacked weight are multiplied in it.
+    """
+
+    stored: torch.Tensor
+    state: Any
+    unpack: Callable[[torch.Tensor, Any], torch.Tensor]
+    dtype: torch.dtype
+
+
 class Operand(NamedTuple):
     """One LoRA linear. The base layer and both parts of the adapter may be trainable or frozen.
 
@@ -46,7 +67,7 @@ class Operand(NamedTuple):
     others, and the memory is freed when the last of them is.
 
     Attributes:
-        weight: [O, K], the base layer's.
+        weight: [O, K], the base layer's, or one that is packed.
         bias: [O] or None, the base layer's.
         a: [r, K].
         b: [O, r], of a's dtype.
@@ -54,7 +75,7 @@ class Operand(NamedTuple):
         b_bias: [O] or None, added to S B^T before the scaling.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | Packed
     bias: torch.Tensor | None
     a: torch.Tensor
     b: torch.Tensor
@@ -63,11 +84,13 @@ class Operand(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What is no tensor, or owed no gradient."""
+    """What is no tensor, or owed no gradient. ``packed`` has a place for each operand, or is empty."""
 
     scalings: tuple[float, ...]
     base_dtype: torch.dtype
     adapter_dtype: torch.dtype
+    output_dtype: torch.dtype
+    packed: tuple[Packed, ...]
     lowered: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
 
 
@@ -90,18 +113,19 @@ def lora_linear(
         precision: "peft" keeps PEFT's dtypes; "compute" casts the adapters to x's dtype outside autocast.
 
     Returns:
-        One [..., O_i] for each operand, of autocast's dtype where that is on and of x's otherwise. Differentiable once
-        in every tensor. The gradients of the A's may share one storage, without overlap.
+        One [..., O_i] for each operand, of autocast's dtype where that is on and of x's otherwise; with packed weights,
+        of x's dtype and under autocast of the wider of the two. Differentiable once in every tensor. The gradients of
+        the A's may share one storage, without overlap.
 
     Raises:
-        TypeError: a dtype other than the three, adapters of unequal dtypes, or, outside autocast, base weights of
-            another dtype than x.
+        TypeError: a dtype other than the three, adapters of unequal dtypes, packed weights beside others or of unequal
+            dtypes, or, outside autocast, base weights of another dtype than x.
         ValueError: no operand.
     """
     if not operands:
         raise ValueError("lora_linear needs at least one operand")
     plan = _plan(x, operands, lowered, precision)
-    tensors = [tensor for o in operands for tensor in (o.weight, o.bias, o.a, o.b, o.b_bias)]
+    tensors = [tensor for o in operands for tensor in (_stored(o.weight), o.bias, o.a, o.b, o.b_bias)]
     outputs: tuple[torch.Tensor, ...] = _LoraLinear.apply(x, adapter_input, plan, *tensors)
     return outputs
 
@@ -118,13 +142,23 @@ def _plan(
     if any(o.a.dtype != adapter_dtype or o.b.dtype != adapter_dtype for o in operands):
         raise TypeError("adapters of unequal dtypes cannot share a node")
     scalings = tuple(o.scaling for o in operands)
-    device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        return _Plan(scalings, dtype, dtype, lowered)
-    if any(o.weight.dtype != x.dtype for o in operands):
+    autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    low = autocast or (x.dtype if precision == "compute" else adapter_dtype)
+    packed = tuple(o.weight for o in operands if isinstance(o.weight, Packed))
+    if packed:
+        if len(packed) < len(operands) or any(weight.dtype is not packed[0].dtype for weight in packed):
+            raise TypeError("packed weights share a node with packed weights of their own dtype only")
+        output = x.dtype if autocast is None else torch.promote_types(x.dtype, autocast)
+        return _Plan(scalings, packed[0].dtype, low, output, packed, lowered)
+    if autocast is not None:
+        return _Plan(scalings, autocast, autocast, autocast, (), lowered)
+    if any(_stored(o.weight).dtype != x.dtype for o in operands):
         raise TypeError(f"x is {x.dtype} and a base weight is not; autocast is off")
-    return _Plan(scalings, x.dtype, x.dtype if precision == "compute" else adapter_dtype, lowered)
+    return _Plan(scalings, x.dtype, low, x.dtype, (), lowered)
+
+
+def _stored(weight: torch.Tensor | Packed) -> torch.Tensor:
+    return weight.stored if isinstance(weight, Packed) else weight
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -140,9 +174,12 @@ class _LoraLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases, a, b, b_biases = (tensors[i::5] for i in range(5))
         base, low = plan.base_dtype, plan.adapter_dtype
-        rows = _cast(_flat(x), base)
-        low_rows = _cast(rows if adapter_input is None else _flat(adapter_input), low)
-        weights_c = [_cast(weight, base) for weight in weights]
+        flat = _flat(x)
+        rows = _cast(flat, base)
+        low_rows = _cast(_flat(adapter_input), low) if adapter_input is not None else rows
+        if adapter_input is None and low is not base:
+            low_rows = _cast(flat, low)
+        weights_c = weights if plan.packed else [_cast(weight, base) for weight in weights]
         ranks = [first.shape[0] for first in a]
         firsts, seconds = zip(*plan.lowered, strict=True) if plan.lowered is not None else (a, b)
         a_c = _cast(firsts[0] if len(firsts) == 1 else torch.cat(firsts), low)
@@ -150,20 +187,21 @@ class _LoraLinear(torch.autograd.Function):
 
         s = _product(low_rows, a_c.t())
         s_parts = _columns(s, ranks)
-        parts = zip(s_parts, weights_c, biases, b_c, b_biases, plan.scalings, strict=True)
+        parts = zip(s_parts, biases, b_c, b_biases, plan.scalings, strict=True)
         # As torch.matmul does: autograd forbids the caller's in-place operations on a view that a Function returns.
         outputs = [
             torch.ops.aten._unsafe_view(
-                _project(rows, s_i, weight, bias, b_i, b_bias, scaling, base), (*x.shape[:-1], weight.shape[0])
+                _project(rows, s_i, _unpacked(plan, weights_c, i), bias, b_i, b_bias, scaling, plan),
+                (*x.shape[:-1], b_i.shape[0]),
             )
-            for s_i, weight, bias, b_i, b_bias, scaling in parts
+            for i, (s_i, bias, b_i, b_bias, scaling) in enumerate(parts)
         ]
 
         needs_x, _, _, *needs = ctx.needs_input_grad
         needs_weight, needs_a, needs_b = any(needs[0::5]), any(needs[2::5]), any(needs[3::5])
         reads_x = needs_weight or (needs_a and adapter_input is None)
         ctx.save_for_backward(
-            rows if reads_x else None,
+            (rows if low is base else flat) if reads_x else None,
             low_rows if needs_a and adapter_input is not None else None,
             s if needs_b else None,
             a_c,
@@ -187,8 +225,9 @@ class _LoraLinear(torch.autograd.Function):
             return (None, None, None, *grads)
         rows, low_rows, s, a, *rest = ctx.saved_tensors
         b, weights = rest[:n], rest[n:]
-        g = [None if grad is None else _rows(grad) for grad in grad_outputs]
-        low_g = [None if g_i is None else _cast(g_i, plan.adapter_dtype) for g_i in g]
+        dense = [None if grad is None else _rows(grad) for grad in grad_outputs]
+        g = [None if g_i is None else _cast(g_i, plan.base_dtype) for g_i in dense]
+        low_g = [None if g_i is None else _cast(g_i, plan.adapter_dtype) for g_i in dense]
 
         ds: Any = None
         if needs_x or needs_low or any(needs[2::5]):
@@ -217,7 +256,7 @@ class _LoraLinear(torch.autograd.Function):
             grad_low = _cast(_product(ds, a), ctx.low_dtype).view(ctx.shape)
         if needs_x:
             low_part = _product(ds, a) if ctx.low_dtype is None else None
-            grad_x = _grad_x(low_part, g, weights, plan.base_dtype, ctx.x_dtype).view(ctx.shape)
+            grad_x = _grad_x(low_part, g, weights, plan, ctx.x_dtype).view(ctx.shape)
         return (grad_x, grad_low, None, *grads)
 
 
@@ -229,9 +268,10 @@ def _project(
     b: torch.Tensor,
     b_bias: torch.Tensor | None,
     scaling: float,
-    dtype: torch.dtype,
+    plan: _Plan,
 ) -> torch.Tensor:
-    """One y [N, O] of ``dtype``. The adapter comes first: the base product is then added to it before any rounding."""
+    """One y [N, O]. The adapter comes first: the base product is then added to it before any rounding."""
+    dtype = plan.base_dtype
     y = s.new_empty((rows.shape[0], weight.shape[0]))
     same = s.dtype == dtype
     shift = _shift(bias if same else None, b_bias, scaling, s.dtype)
@@ -239,9 +279,19 @@ def _project(
         y.copy_(shift)
     y.addmm_(s, b.t(), beta=0 if shift is None else 1, alpha=scaling)
     if same:
-        return y.addmm_(rows, weight.t())
+        return _cast(y.addmm_(rows, weight.t()), plan.output_dtype)
     base = _product(rows, weight.t()) if bias is None else _biased_product(rows, weight.t(), bias.to(dtype))
-    return torch.add(base, y, out=base)
+    if plan.output_dtype is dtype:
+        return torch.add(base, y, out=base)
+    return _cast(torch.add(base, y), plan.output_dtype)
+
+
+def _unpacked(plan: _Plan, weights: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """A weight as it is multiplied by. One that is unpacked is a new tensor: whoever asks uses it and lets it go."""
+    if not plan.packed:
+        return weights[index]
+    _, state, unpack, dtype = plan.packed[index]
+    return _cast(unpack(weights[index], state), dtype)
 
 
 def _shift(
@@ -272,25 +322,26 @@ def _grad_x(
     low_part: torch.Tensor | None,
     g: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor],
-    dtype: torch.dtype,
+    plan: _Plan,
     x_dtype: torch.dtype,
 ) -> torch.Tensor:
     """The gradient of x [N, K]: ``low_part`` plus the base layers' products.
 
     Where x is float32 and the products are not (autocast), the products of siblings are summed in float32, as autograd
-    sums the gradients of an x that was cast once for each of them.
+    sums the gradients of an x that was cast once for each of them; so is a ``low_part`` of float32.
     """
-    total = None if low_part is None else _cast(low_part, dtype)
-    first = True
-    for g_i, weight in zip(g, weights, strict=True):
+    dtype, total, first = plan.base_dtype, None, True
+    if low_part is not None:
+        total = low_part if low_part.dtype is x_dtype else _cast(low_part, dtype)
+    for i, g_i in enumerate(g):
         if g_i is None:
             continue
         if total is None:
-            total = _product(g_i, weight)
-        elif first or x_dtype == dtype:
-            total.addmm_(g_i, weight)
+            total = _product(g_i, _unpacked(plan, weights, i))
+        elif total.dtype is dtype and (first or x_dtype == dtype):
+            total.addmm_(g_i, _unpacked(plan, weights, i))
         else:
-            total = _cast(total, torch.float32).add_(_product(g_i, weight))
+            total = _cast(total, torch.float32).add_(_product(g_i, _unpacked(plan, weights, i)))
         first = False
     assert total is not None  # the caller returned where every gradient is None
     return _cast(total, x_dtype)

@@ -550,7 +550,7 @@ def test_base_layers_of_other_classes_are_left() -> None:
     report = patch(fast)
     assert [site.name for site in report.fused] == ["model.layers.0.self_attn.q_proj"]
     assert {(site.reason, site.excused) for site in report.left} == {
-        ("its base layer is a Linear8bit; only nn.Linear is fused", True)
+        ("its base layer is a Linear8bit; only nn.Linear and bitsandbytes' 4-bit layers are fused", True)
     }
 
 
@@ -611,7 +611,9 @@ def test_transposed_weights_are_left() -> None:
     fast = get_peft_model(base, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     with pytest.warns(slothplug.errors.NothingFusedWarning):
         report = patch(fast)
-    assert [site.reason for site in report.left] == ["its base layer is a Conv1D; only nn.Linear is fused"]
+    assert [site.reason for site in report.left] == [
+        "its base layer is a Conv1D; only nn.Linear and bitsandbytes' 4-bit layers are fused"
+    ]
 
 
 @pytest.mark.parametrize("fault", ["scale", "gradient", "other outputs", "other gradients", "lowered"])

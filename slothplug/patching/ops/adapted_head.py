@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slothplug.kernels.linear_cross_entropy import LowRank
-from slothplug.kernels.lora import DTYPES, Precision
+from slothplug.kernels.lora import DTYPES, Packed, Precision
 from slothplug.patching.ops.lora.layer import Adapted, adapted, probed_adapter, refusal_of
 from slothplug.patching.ops.lora.probe import SMALL_IN, small_twin
 from slothplug.patching.private_class import stock_class
@@ -39,7 +39,7 @@ def is_lora(head: nn.Module) -> bool:
 
 def why_not_plain_lora(head: Any) -> Refusal | None:
     """Why a LoRA layer cannot be served as a head, in any state that it may come into later."""
-    refusal = refusal_of(head, sys.modules[PEFT_LAYERS].Linear)
+    refusal = refusal_of(head, sys.modules[PEFT_LAYERS].Linear, four_bit_too=False)
     if refusal is not None:
         return Refusal(f"an adapter is on the head, and {refusal.reason}", refusal.excused)
     name = probed_adapter(head)
@@ -61,6 +61,8 @@ def parts_of(module: nn.Module) -> Parts | Refusal:
         return found
     if found.operand.b_bias is not None:
         return Refusal("the adapter's second layer has a bias")
+    if isinstance(found.operand.weight, Packed):
+        return Refusal("its weight is packed")
     return Parts(found.operand.weight, found.operand.bias, found)
 
 
@@ -69,11 +71,11 @@ def merged(module: nn.Module) -> tuple[str, ...]:
     return tuple(module.__dict__["merged_adapters"])
 
 
-def why_not_adapter(found: Adapted, hidden: torch.Tensor) -> str | None:
+def why_not_adapter(found: Adapted, weight: torch.Tensor, hidden: torch.Tensor) -> str | None:
     """Why these tensors go PEFT's way."""
     if found.operand.scaling == 0:
         return "the adapter's scaling is 0"  # a product times 0 is skipped, and may have been nan
-    weight, a, b = found.operand.weight, found.operand.a, found.operand.b
+    a, b = found.operand.a, found.operand.b
     if not all(plain(t) and t.device == hidden.device and not hasattr(t, "ds_id") for t in (a, b)):
         return "the adapter is sharded or elsewhere"
     if a.shape[1:] != hidden.shape[-1:] or b.shape != (weight.shape[0], a.shape[0]):

@@ -134,7 +134,7 @@ def product_of(
         return Refusal("it has no weight of its own")
     reason = _why_not(module, hidden, weight, bias, served.device_type)
     if reason is None and adapter is not None:
-        reason = adapted_head.why_not_adapter(adapter, hidden)
+        reason = adapted_head.why_not_adapter(adapter, weight, hidden)
     if reason is not None:
         return Refusal(reason)
     low_rank: LowRank | None = None

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from slothplug.kernels.lora import DTYPES, Operand
+from slothplug.kernels.lora import DTYPES, Operand, Packed
 from slothplug.patching.call import current_call
 from slothplug.patching.casts import Casts
 from slothplug.patching.ops.lora.layer import Adapted, adapted
 from slothplug.patching.recording import why_recorded
 from slothplug.patching.siblings import Kept, Member, collect, keep, shareable, state_now
 from slothplug.patching.sites import OTHER_ARGUMENTS, STATE, Refusal, Served, why_not_input
+
+# bitsandbytes 0.50 multiplies at most so many rows by a packed weight on an H200; more, and it unpacks the weight.
+_FEW_ROWS = 64
 
 
 def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -42,7 +45,10 @@ def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
         return served.fall_back(module, reason, x)
     if dropout is not None:
         # The mask is drawn as PEFT draws it: by the layer's own module, from an input in the adapter's dtype, in turn.
-        dropped = dropout(x if x.dtype is operand.a.dtype else x.to(operand.a.dtype))
+        as_it_is = x.dtype is operand.a.dtype or (
+            isinstance(operand.weight, Packed) and torch.is_autocast_enabled(served.device_type)
+        )
+        dropped = dropout(x if as_it_is else x.to(operand.a.dtype))
         lowered = _lowered(served, (found,))
         return served.calls.serve(served.kernel(x, (operand,), adapter_input=dropped, lowered=lowered)[0])
     if alone or member is None:
@@ -72,7 +78,7 @@ def _for_siblings(
         if sibling_state is None:
             continue
         found = adapted(sibling)
-        if isinstance(found, Refusal) or found.dropout is not None or found.operand.a.dtype is not own.operand.a.dtype:
+        if isinstance(found, Refusal) or found.dropout is not None or not _share(found.operand, own.operand):
             continue
         if _why_not(x, found.operand, served.device_type) is None:
             parts.append(found)
@@ -95,12 +101,25 @@ def _inputs(operand: Operand, state: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     if state[0] != -1:
         return operand
-    return (*operand, *(None if t.is_inference() else t._version for t in (operand.weight, operand.a, operand.b)))
+    weight = operand.weight.stored if isinstance(operand.weight, Packed) else operand.weight
+    return (*operand, *(None if t.is_inference() else t._version for t in (weight, operand.a, operand.b)))
+
+
+def _share(one: Operand, other: Operand) -> bool:
+    """Whether one node can compute both."""
+    return one.a.dtype is other.a.dtype and _packed_dtype(one) is _packed_dtype(other)
+
+
+def _packed_dtype(operand: Operand) -> torch.dtype | None:
+    return operand.weight.dtype if isinstance(operand.weight, Packed) else None
 
 
 def _why_not(x: torch.Tensor, operand: Operand, device_type: str) -> str | None:
     """Why these tensors go the original way."""
-    weight, a = operand.weight, operand.a
+    a = operand.a
+    if isinstance(operand.weight, Packed):
+        return _why_not_packed(x, operand.weight, a, operand.b, device_type)
+    weight = operand.weight
     if weight.device != x.device or a.device != x.device:
         return f"input on {x.device}, weights on {weight.device} and {a.device}"
     if not weight.shape[-1] == a.shape[-1] == x.shape[-1]:
@@ -109,6 +128,22 @@ def _why_not(x: torch.Tensor, operand: Operand, device_type: str) -> str | None:
         return f"input of {x.dtype}, base layer of {weight.dtype}, adapter of {a.dtype}"
     if not torch.is_autocast_enabled(device_type):
         return None if x.dtype is weight.dtype else f"input of {x.dtype} outside autocast, base layer of {weight.dtype}"
+    return _why_not_autocast(x, a, device_type)
+
+
+def _why_not_packed(x: torch.Tensor, weight: Packed, a: torch.Tensor, b: torch.Tensor, device_type: str) -> str | None:
+    if weight.stored.device != x.device or a.device != x.device:
+        return f"input on {x.device}, weights on {weight.stored.device} and {a.device}"
+    if not weight.state.shape[1] == a.shape[-1] == x.shape[-1]:
+        return "its weights are partitioned, or do not fit the input"
+    if x.dtype not in DTYPES or a.dtype not in DTYPES or b.dtype is not a.dtype:
+        return f"input of {x.dtype}, adapter of {a.dtype}"
+    if not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+        return "few tokens without gradients, for which bitsandbytes has kernels that do not unpack the weight"
+    return _why_not_autocast(x, a, device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _why_not_autocast(x: torch.Tensor, a: torch.Tensor, device_type: str) -> str | None:
     if a.dtype is not torch.float32 and a.dtype is not torch.get_autocast_dtype(device_type) and a.dtype is not x.dtype:
         return f"adapter of {a.dtype} under autocast in another dtype"
     return None

@@ -9,20 +9,27 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from slothplug.kernels.lora import Operand
+from slothplug.kernels.lora import Operand, Packed
+from slothplug.patching.ops.lora import four_bit
+from slothplug.patching.ops.lora.four_bit import is_four_bit, packed_weight, peft_class, why_not_packed
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal, dtype_of, hooked, why_not_touchable
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
+_WEIGHTS = _PLAIN | {Packed}
 _DROPOUTS = frozenset({nn.Identity, nn.Dropout})
 
 
-def refusal_of(module: Any, linear: type[nn.Module]) -> Refusal | None:
-    """Why a LoRA layer cannot be served in any state that it may come into later."""
+def refusal_of(module: Any, linear: type[nn.Module], four_bit_too: bool = True) -> Refusal | None:
+    """Why a LoRA layer cannot be served in any state that it may come into later. ``linear`` is PEFT's plain one."""
     base = module.base_layer
-    if stock_class(base) is not nn.Linear:
-        return Refusal(f"its base layer is a {type(base).__name__}; only nn.Linear is fused", excused=True)
-    if stock_class(module) is not linear:
+    packed = four_bit_too and is_four_bit(base)
+    if not packed and stock_class(base) is not nn.Linear:
+        served = "nn.Linear and bitsandbytes' 4-bit layers are" if four_bit_too else "nn.Linear is"
+        return Refusal(f"its base layer is a {type(base).__name__}; only {served} fused", excused=True)
+    if packed and (reason := why_not_packed(base)):
+        return Refusal(reason)
+    if stock_class(module) is not (peft_class() if packed else linear):
         return Refusal(f"a {stock_class(module).__name__} of {stock_class(module).__module__}", excused=True)
     if module.fan_in_fan_out or getattr(module, "is_target_conv_1d_layer", False):
         return Refusal("its weight is stored transposed (fan_in_fan_out)", excused=True)
@@ -35,7 +42,7 @@ def refusal_of(module: Any, linear: type[nn.Module]) -> Refusal | None:
     parts = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if type(parts[0]) is not nn.Linear or type(parts[1]) is not nn.Linear or type(parts[2]) not in _DROPOUTS:
         return Refusal(f"its adapter is made of {', '.join(type(part).__name__ for part in parts)}")
-    for part in (base, *parts):
+    for part in parts if packed else (base, *parts):
         if reason := why_not_touchable(part):
             return Refusal(f"{type(part).__name__} in it: {reason}")
     return None
@@ -57,7 +64,7 @@ def key_of(module: Any) -> Hashable:
         module.lora_B[name].bias is None,
         getattr(dropout, "p", 0.0),
         module.scaling[name],
-        dtype_of(module.base_layer),
+        four_bit.key_of(module.base_layer) if is_four_bit(module.base_layer) else dtype_of(module.base_layer),
         module.lora_A[name].weight.dtype,
     )
 
@@ -101,7 +108,8 @@ def adapted(module: nn.Module, hooks_on_itself: bool = False) -> Adapted | Refus
     if type(first) is not nn.Linear or type(second) is not nn.Linear:
         return Refusal("a part of it is not an nn.Linear")
     # An output layer that was patched before PEFT wrapped it is one still.
-    if type(base) is not nn.Linear and stock_class(base) is not nn.Linear:
+    packed = type(base) is not nn.Linear and is_four_bit(base)
+    if type(base) is not nn.Linear and stock_class(base) is not nn.Linear and not packed:
         return Refusal("a part of it is not an nn.Linear")
     if torch_module._has_any_global_hook():
         return Refusal("hooks on every module are set")
@@ -117,18 +125,20 @@ def adapted(module: nn.Module, hooks_on_itself: bool = False) -> Adapted | Refus
         return Refusal("its dropout has hooks")
     if not own.get("cast_input_dtype_enabled", True):
         return Refusal("casting of the adapter's input is switched off")
-    return _operand(base, first, second, own["scaling"][name], active_dropout)
+    weight = packed_weight(base) if packed else base._parameters.get("weight")
+    if isinstance(weight, Refusal):
+        return weight
+    return _operand(weight, base, first, second, own["scaling"][name], active_dropout)
 
 
 def _operand(
-    base: nn.Module, first: nn.Module, second: nn.Module, scaling: object, dropout: nn.Module | None
+    weight: Any, base: nn.Module, first: nn.Module, second: nn.Module, scaling: object, dropout: nn.Module | None
 ) -> Adapted | Refusal:
     base_parameters, second_parameters = base._parameters, second._parameters
-    weight: Any = base_parameters.get("weight")
     a: Any = first._parameters.get("weight")
     b: Any = second_parameters.get("weight")
     bias, b_bias = base_parameters.get("bias"), second_parameters.get("bias")
-    if type(weight) not in _PLAIN or type(a) not in _PLAIN or type(b) not in _PLAIN:
+    if type(weight) not in _WEIGHTS or type(a) not in _PLAIN or type(b) not in _PLAIN:
         return Refusal("its weights are sharded, quantised or elsewhere")
     if (bias is not None and type(bias) not in _PLAIN) or (b_bias is not None and type(b_bias) not in _PLAIN):
         return Refusal("its biases are sharded, quantised or elsewhere")

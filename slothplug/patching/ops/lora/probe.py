@@ -11,6 +11,7 @@ from torch import nn
 from slothplug.kernels.lora import Precision
 from slothplug.patching.casts import Casts
 from slothplug.patching.ops.lora.forward import fast_lora
+from slothplug.patching.ops.lora.four_bit import is_four_bit, small_base
 from slothplug.patching.ops.lora.layer import probed_adapter
 from slothplug.patching.proof import difference, probe_rows, seed_generators
 from slothplug.patching.siblings import Group, Member
@@ -32,7 +33,9 @@ def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
     lower = torch.get_autocast_dtype(device.type)
     name = probed_adapter(module)
     assert name is not None  # such a module is no site
-    dtypes = dtype_of(module.base_layer), module.lora_A[name].weight.dtype
+    base_layer = module.base_layer
+    computes_in = base_layer.compute_dtype if is_four_bit(base_layer) else dtype_of(base_layer)
+    dtypes = computes_in, module.lora_A[name].weight.dtype
     for base, adapter, autocast in (
         (torch.float32, torch.float32, False),
         (*dtypes, False),
@@ -77,7 +80,7 @@ def _differ(
         seed_generators(1)
         return [double(x) for double in doubles]
 
-    weights = [parameter for double in doubles for parameter in double.parameters()]
+    weights = [parameter for double in doubles for parameter in double.parameters() if parameter.requires_grad]
     if reason := difference(fast, stock, [x], weights, computed_in):
         return reason
     if calls.collected != len(doubles) - 1:
@@ -97,12 +100,17 @@ def small_twin(module: Any, name: str, base: torch.dtype, adapter: torch.dtype, 
     def linear(size_in: int, size_out: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
         return nn.Linear(size_in, size_out, bias=bias, device=device, dtype=dtype)
 
+    bias = number == 1 or module.base_layer.bias is not None
+    if is_four_bit(module.base_layer):
+        base_layer = small_base(module.base_layer, SMALL_IN, size_out, bias, base)
+    else:
+        base_layer = linear(SMALL_IN, size_out, bias, base)
     second = linear(rank, size_out, module.lora_B[name].bias is not None, adapter)
     double = twin(
         module,
         base,
         {
-            "base_layer": linear(SMALL_IN, size_out, number == 1 or module.base_layer.bias is not None, base),
+            "base_layer": base_layer,
             "lora_A": nn.ModuleDict({name: linear(SMALL_IN, rank, False, adapter)}),
             "lora_B": nn.ModuleDict({name: second}),
             "lora_dropout": nn.ModuleDict({name: dropout}),

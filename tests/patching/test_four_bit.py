@@ -1,0 +1,261 @@
+"""QLoRA: PEFT's layers on bitsandbytes' 4-bit layers are served with stock's numbers, or left with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slothplug
+from slothplug.patching.sites import STATE
+from tests.architectures.step import Step
+from tests.patching.architectures import IDS, LABELS, assert_same_step, step, tiny
+from tests.patching.device import DEVICE, cpu_only
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def four_bit(linear: nn.Linear, compute_dtype: torch.dtype, **options: Any) -> nn.Module:
+    layer = bitsandbytes.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=compute_dtype, **options
+    )
+    layer.load_state_dict(linear.state_dict())
+    layer.compute_type_is_set = True
+    return layer.to(linear.weight.dtype).to(DEVICE)
+
+
+def qlora(
+    compute_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = False,
+    dropout: float = 0.0,
+    use_dora: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """A tiny model with 4-bit decoder layers and an adapter whose B is not zero."""
+    model = tiny("llama", attention_bias=bias, mlp_bias=bias).to(dtype)
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] in TARGETS:
+            model.set_submodule(name, four_bit(module, compute_dtype, **options))
+    model.is_loaded_in_4bit = True
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=4, target_modules=TARGETS, init_lora_weights=False, lora_dropout=dropout, use_dora=use_dora
+    )
+    return peft.get_peft_model(model, config).train()
+
+
+def lora_of(report: slothplug.Report) -> list[Any]:
+    return report.by_op()["lora"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"quant_type": "nf4"}, {"quant_type": "fp4", "compress_statistics": False}], ids=str
+)
+def test_a_step_is_stocks(bias: bool, options: dict[str, Any]) -> None:
+    model, stock = (qlora(bias=bias, **options) for _ in range(2))
+    report = slothplug.patch(model)
+    assert [site.status for site in lora_of(report)] == ["fused"] * 14
+    for _ in range(2):
+        assert_same_step(step(model), step(stock))
+    calls = [site.calls for site in lora_of(report)]
+    assert sum(one.served for one in calls) == 28
+    assert sum(one.collected for one in calls) == 2 * 2 * 3  # of q, k, v and gate, up each but the first
+    assert not any(one.fallbacks for one in calls)
+
+
+def distance(got: Step, exact: Step) -> float:
+    errors = [(got.gradients[name].double() - gradient).norm() for name, gradient in exact.gradients.items()]
+    sizes = [gradient.norm() for gradient in exact.gradients.values()]
+    return float(sum(errors) / sum(sizes))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast(dtype: torch.dtype, dropout: float) -> None:
+    """As a Trainer with ``bf16=True`` has it: no further from a step in float32 than stock is, and the same masks."""
+    steps = []
+    for patched in (True, False):
+        model = qlora(torch.bfloat16, dtype, dropout=dropout)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+        if patched:
+            report = slothplug.patch(model, {"ops": ["lora"]})
+            assert [site.status for site in lora_of(report)] == ["fused"] * 14
+        with torch.autocast(DEVICE, torch.bfloat16):
+            steps.append(step(model))
+    if dropout:
+        assert distance(*steps) < 0.05  # with other masks 0.5
+        return
+    exact = step(qlora())
+    assert distance(steps[0], exact) <= 1.1 * distance(steps[1], exact)
+
+
+def test_nothing_unpacked_is_kept_for_the_backward() -> None:
+    model = qlora()
+    slothplug.patch(model, {"skip_ops": ["head"]})
+    model.base_model.model.lm_head = nn.Identity()  # whose weight has such a shape
+    unpacked = {tuple(module.base_layer.weight.quant_state.shape) for module in model.modules() if is_lora(module)}
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=IDS)
+    assert shapes
+    assert not unpacked & set(shapes)
+
+
+def is_lora(module: nn.Module) -> bool:
+    return isinstance(module, peft.tuners.lora.bnb.Linear4bit)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_a_checkpoint(reentrant: bool) -> None:
+    model, stock = qlora(), qlora()
+    report = slothplug.patch(model)
+    for one in (model, stock):
+        one.enable_input_require_grads()
+        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same_step(step(model), step(stock))
+    if reentrant:  # 40 rows: the first forward, which has no gradients, is bitsandbytes' own
+        assert any("few tokens" in reason for site in lora_of(report) for reason in site.calls.fallbacks)
+
+
+@pytest.mark.parametrize("tokens", [5, 400])
+def test_without_gradients(tokens: int) -> None:
+    model, stock = qlora().eval(), qlora().eval()
+    report = slothplug.patch(model)
+    ids = torch.randint(60, (1, tokens), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(*(one(input_ids=ids).logits for one in (model, stock)), rtol=1e-4, atol=1e-5)
+    [reason] = {reason for site in lora_of(report) for reason in site.calls.fallbacks} or {None}
+    assert (reason is None) == (tokens == 400)
+
+
+def not_quantised(base: Any) -> None:
+    base.weight = bitsandbytes.nn.Params4bit(torch.randn(64, 64), requires_grad=False)
+
+
+def not_settled(base: Any) -> None:
+    base.compute_type_is_set = False
+
+
+def coarser(base: Any) -> None:
+    base.weight.quant_state.dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (not_quantised, "not quantised yet"),
+        (not_settled, "not chosen compute_dtype"),
+        (coarser, "its weight was torch.bfloat16"),
+    ],
+)
+def test_what_cannot_be_served_is_left(change: Callable[[Any], None], reason: str) -> None:
+    model = qlora()
+    change(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer)
+    report = slothplug.patch(model, {"ops": ["lora"]})
+    [left] = [site for site in lora_of(report) if site.status == "left"]
+    assert reason in left.reason
+
+
+def test_what_changes_after_the_patch_falls_back() -> None:
+    model, stock = qlora(), qlora()
+    report = slothplug.patch(model)
+    for one in (model, stock):
+        one.base_model.model.model.layers[0].self_attn.q_proj.base_layer.compute_type_is_set = False
+    assert_same_step(step(model), step(stock))
+    [calls] = [site.calls for site in lora_of(report) if site.calls.fallbacks]
+    assert "compute_dtype" in str(calls.fallbacks)
+    if model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.compute_type_is_set:
+        assert_same_step(step(model), step(stock))
+        # bitsandbytes' own forward has settled it.
+        assert calls.fallbacks["its base layer has not chosen compute_dtype yet"] == 1
+
+
+def test_disabled_merged_and_undone() -> None:
+    model, stock = qlora(), qlora()
+    report = slothplug.patch(model)
+    for one in (model, stock):
+        one.eval()
+
+    def same() -> None:
+        with torch.no_grad():
+            torch.testing.assert_close(*(one(input_ids=IDS).logits for one in (model, stock)), rtol=1e-4, atol=1e-5)
+
+    same()
+    with model.disable_adapter(), stock.disable_adapter():
+        same()
+    for one in (model, stock):
+        one.merge_adapter()
+    same()
+    for one in (model, stock):
+        one.unmerge_adapter()
+    same()
+    report.undo()
+    assert not any(STATE in module.__dict__ for module in model.modules())
+    same()
+
+
+def test_dora_is_left() -> None:
+    report = slothplug.patch(qlora(use_dora=True), {"ops": ["lora", "head"]})
+    assert {site.reason for site in lora_of(report)} == {"its adapter is no plain LoRA (DoraLinearVariant)"}
+
+
+def test_eight_bit_layers_are_left() -> None:
+    model = tiny("llama")
+    layer = model.model.layers[0].self_attn.q_proj
+    eight = bitsandbytes.nn.Linear8bitLt(64, layer.out_features, bias=False, has_fp16_weights=False)
+    model.model.layers[0].self_attn.q_proj = eight.to(DEVICE)
+    model.is_loaded_in_8bit = True
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    report = slothplug.patch(model)
+    assert [site.status for site in lora_of(report)].count("left") == 1
+
+
+@cpu_only
+def test_loaded_by_transformers_and_saved(tmp_path: Path) -> None:
+    """The whole way: quantised on loading, prepared, trained a step, saved; the adapter loads with plain PEFT."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny("llama").save_pretrained(tmp_path / "model")
+
+    def load() -> nn.Module:
+        quantised = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+        )
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", quantization_config=quantised)
+        return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+    def adapt() -> nn.Module:
+        base = load()
+        torch.manual_seed(2)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)).train()
+
+    model, stock = adapt(), adapt()
+    report = slothplug.patch(model)
+    assert [site.status for site in lora_of(report)] == ["fused"] * 14
+    assert_same_step(step(model), step(stock))
+    for one in (model, stock):
+        torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1).step()
+    torch.testing.assert_close(step(model).loss, step(stock).loss, rtol=1e-5, atol=0.0)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        logits = [one.eval()(input_ids=IDS).logits for one in (loaded, model, stock)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[1], logits[2], rtol=1e-4, atol=1e-5)
+    assert model.get_memory_footprint() == stock.get_memory_footprint()
