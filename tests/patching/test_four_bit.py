@@ -13,7 +13,7 @@ from torch import nn
 import slothplug
 from slothplug.patching.sites import STATE
 from tests.architectures.step import Step
-from tests.patching.architectures import IDS, LABELS, assert_same_step, step, tiny
+from tests.patching.architectures import IDS, assert_same_step, step, tiny
 from tests.patching.device import DEVICE, cpu_only
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -98,6 +98,19 @@ def test_under_autocast(dtype: torch.dtype, dropout: float) -> None:
         return
     exact = step(qlora())
     assert distance(steps[0], exact) <= 1.1 * distance(steps[1], exact)
+
+
+def test_autocasts_default_may_be_finer_than_the_base_layer() -> None:
+    """float16 on a GPU, whatever dtype the trainer will choose."""
+    default = torch.get_autocast_dtype(DEVICE)
+    torch.set_autocast_dtype(DEVICE, torch.float16)
+    try:
+        for seed in range(4):
+            torch.manual_seed(seed)
+            report = slothplug.patch(qlora(torch.bfloat16, torch.bfloat16), {"ops": ["lora"]})
+            assert [site.reason for site in lora_of(report)] == [""] * 14
+    finally:
+        torch.set_autocast_dtype(DEVICE, default)
 
 
 def test_nothing_unpacked_is_kept_for_the_backward() -> None:

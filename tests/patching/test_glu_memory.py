@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slothplug
 from slothplug.patching.sites import STATE
+from tests.architectures.step import Step
 from tests.patching.architectures import IDS, LABELS, assert_same_step, step, tiny
 from tests.patching.device import DEVICE
 
@@ -163,10 +164,10 @@ def test_what_the_last_layer_was_given_is_what_counts(change: Callable[[nn.Modul
         mlp: Any = mlp_of(model)
         change(mlp)
         x = rows.detach().requires_grad_()
-        mlp(x).square().sum().backward()
-        found.append([x.grad, *(p.grad for p in mlp.parameters())])
-    for got, expected in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        loss = mlp(x).square().sum()
+        loss.backward()
+        found.append(Step(loss.detach(), {"x": x.grad} | {name: p.grad for name, p in mlp.named_parameters()}))
+    assert_same_step(*found)
 
 
 @pytest.mark.parametrize("what", ["gate_proj", "down_proj"])
@@ -240,7 +241,7 @@ def test_a_checkpoint_within_the_last_layer(rows: torch.Tensor) -> None:
         mlp: Any = mlp_of(model)
         stock_forward = mlp.down_proj.forward
         mlp.down_proj.forward = lambda h, forward=stock_forward: checkpoint(forward, h, use_reentrant=False)
-        mlp(rows.detach()).square().sum().backward()
-        found.append([p.grad for p in mlp.parameters()])
-    for got, expected in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        loss = mlp(rows.detach()).square().sum()
+        loss.backward()
+        found.append(Step(loss.detach(), {name: p.grad for name, p in mlp.named_parameters()}))
+    assert_same_step(*found)

@@ -41,7 +41,7 @@ def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
         (*dtypes, False),
         (*dtypes, True),
     ):
-        computed_in = lower if autocast else base if precision == "compute" else None
+        computed_in = _coarser(base, lower) if autocast else base if precision == "compute" else None
         alone, *siblings = (small_twin(module, name, base, adapter, number) for number in range(1 + SIBLINGS))
         for doubles, owner in (([alone], None), (siblings, None), (siblings, _ProbeOwner())):
             x = probe_rows(SMALL_IN, base, device)
@@ -51,6 +51,11 @@ def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
                 which = "siblings, " if doubles is siblings else ""
                 return f"{which}base {base}, adapter {adapter}, autocast {'on' if autocast else 'off'}: {reason}"
     return None
+
+
+def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Of a base layer's dtype and autocast's: a 4-bit layer keeps its own under autocast."""
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 class _ProbeOwner:
