@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slothplug.kernels.linear_cross_entropy as module
 from slothplug.exactness import OP_DRAWS, Exactness
-from slothplug.kernels import products
+from slothplug.kernels import logit_chunks, products
 from slothplug.kernels.backend import Backend
 from slothplug.kernels.cross_entropy import EpilogueStep
-from slothplug.kernels.linear_cross_entropy import LowRank, Reduction, chunk_rows, linear_cross_entropy
+from slothplug.kernels.linear_cross_entropy import LowRank, Reduction, linear_cross_entropy
+from slothplug.kernels.logit_chunks import chunk_rows
 
 # The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -242,7 +243,7 @@ def test_options_as_exact_as_stock(
 def test_bfloat16_ahead_as_exact_as_stock(how: str, epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does with bfloat16, gradients ahead and kept in float32, with its float32 product emulated."""
     monkeypatch.setattr(module, "_exact_ahead", lambda hidden: True)
-    monkeypatch.setattr(module, "product", lambda a, b, out: out.copy_(a.float() @ b.float()))
+    monkeypatch.setattr(logit_chunks, "product", lambda a, b, out: out.copy_(a.float() @ b.float()))
     draw = exactness_draw(
         torch.bfloat16, torch.device("cpu"), how, False, "torch", (6, 32, 257), epilogue=EPILOGUES[epilogue]
     )
@@ -286,7 +287,7 @@ def test_low_rank_terms_ahead_as_exact_as_stock(how: str, term: torch.dtype, mon
         out.copy_(scaling * (a.float() @ b.float()))
 
     monkeypatch.setattr(module, "_exact_ahead", lambda hidden: True)
-    monkeypatch.setattr(module, "product", product)
+    monkeypatch.setattr(logit_chunks, "product", product)
     draw = exactness_draw(
         torch.bfloat16, torch.device("cpu"), how, False, "torch", (6, 32, 257), term=term, epilogue=EPILOGUES["scale"]
     )
@@ -659,7 +660,7 @@ def test_infinite_logits(steps: tuple[EpilogueStep, ...], value: float, backend:
 def test_a_factor_of_nothing(factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU computes bfloat16, gradients ahead, with its float32 product emulated."""
     monkeypatch.setattr(module, "_exact_ahead", lambda hidden: True)
-    monkeypatch.setattr(module, "product", lambda a, b, out: out.copy_(a.float() @ b.float()))
+    monkeypatch.setattr(logit_chunks, "product", lambda a, b, out: out.copy_(a.float() @ b.float()))
     hidden, weight = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(9, 8, dtype=torch.bfloat16)
     labels, steps = torch.tensor([1, 2, 3, 4]), tuple(("mul", factor) for factor in factors)
     got = differentiate(lambda h, w: linear_cross_entropy(h, w, labels, epilogue=steps), 1.0, hidden, weight)
