@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slothplug.kernels.backend import Backend
 from slothplug.kernels.cross_entropy import RowStatistics
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
-from tests.kernels.test_linear_cross_entropy import EPILOGUES, IGNORED, apply_steps, differentiate, draw_labels
+from tests.kernels.linear_cross_entropy_oracle import EPILOGUES, IGNORED, apply_steps, differentiate, draw_labels
 
 # The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
