@@ -6,7 +6,6 @@ or merged, and what its parts are (``ops.lora.layer.adapted``); what is not plai
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,12 +15,10 @@ from torch import nn
 
 from slothplug.kernels.linear_cross_entropy import LowRank
 from slothplug.kernels.lora import DTYPES, Packed, Precision
-from slothplug.patching.ops.lora.layer import Adapted, adapted, probed_adapter, refusal_of
-from slothplug.patching.ops.lora.probe import SMALL_IN, small_twin
+from slothplug.patching.ops.lora.layer import Adapted, adapted, peft_layers, probed_adapter, refusal_of
+from slothplug.patching.ops.lora.probe import SMALL_IN, regimes, small_twin
 from slothplug.patching.private_class import stock_class
-from slothplug.patching.sites import Refusal, device_of, dtype_of, hooked, plain
-
-PEFT_LAYERS = "peft.tuners.lora.layer"
+from slothplug.patching.sites import Refusal, device_of, hooked, plain
 
 
 class Parts(NamedTuple):
@@ -33,13 +30,13 @@ class Parts(NamedTuple):
 
 
 def is_lora(head: nn.Module) -> bool:
-    layers = sys.modules.get(PEFT_LAYERS)
+    layers = peft_layers()
     return layers is not None and isinstance(head, layers.LoraLayer)
 
 
 def why_not_plain_lora(head: Any) -> Refusal | None:
     """Why a LoRA layer cannot be served as a head, in any state that it may come into later."""
-    refusal = refusal_of(head, sys.modules[PEFT_LAYERS].Linear, four_bit_too=False)
+    refusal = refusal_of(head, peft_layers().Linear, four_bit_too=False)
     if refusal is not None:
         return Refusal(f"an adapter is on the head, and {refusal.reason}", refusal.excused)
     name = probed_adapter(head)
@@ -120,14 +117,14 @@ def probes(head: Any, scales: tuple[float, ...]) -> Iterator[Probe]:
     lower = torch.get_autocast_dtype(device.type)
     name = probed_adapter(head)
     assert name is not None  # such a head is no site
-    dtypes = dtype_of(head.base_layer), head.lora_A[name].weight.dtype
     rows = torch.tensor(scales * 2, device=device).view(1, -1, 1) / max(1.0, abs(head.scaling[name]))
-    for base, adapter, autocast in ((torch.float32, torch.float32, False), (*dtypes, False), (*dtypes, True)):
+    for regime in regimes(head, name):
+        base, adapter, autocast = regime
         hidden = (torch.randn(1, rows.numel(), SMALL_IN, device=device) * rows).to(base).requires_grad_()
         yield Probe(
             small_twin(head, name, base, adapter),
             hidden,
             autocast,
             lower if autocast else max(base, adapter, key=lambda dtype: torch.finfo(dtype).eps),
-            f"base {base}, adapter {adapter}, autocast {'on' if autocast else 'off'}",
+            str(regime),
         )

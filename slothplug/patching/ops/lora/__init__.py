@@ -7,7 +7,6 @@ answered by the original forward, and the report counts why.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -17,7 +16,7 @@ from torch import nn
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.lora import DTYPES, lora_linear
 from slothplug.patching.ops.lora.forward import fast_lora
-from slothplug.patching.ops.lora.layer import key_of, refusal_of
+from slothplug.patching.ops.lora.layer import key_of, peft_layers, refusal_of
 from slothplug.patching.ops.lora.probe import prove
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.siblings import groups_in
@@ -26,7 +25,6 @@ from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
 
 NAME = "lora"
-PEFT_LAYERS = "peft.tuners.lora.layer"
 
 
 @hookimpl
@@ -45,7 +43,7 @@ def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, s
 
 @hookimpl(trylast=True)  # of an output head with an adapter, ``head`` serves the loss as well
 def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site | Left]:
-    layers = sys.modules.get(PEFT_LAYERS)
+    layers = peft_layers()
     if layers is None:
         return
     servable: dict[str, nn.Module] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,11 @@ from slothplug.patching.sites import Refusal, dtype_of, hooked, why_not_touchabl
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _WEIGHTS = _PLAIN | {Packed}
 _DROPOUTS = frozenset({nn.Identity, nn.Dropout})
+
+
+def peft_layers() -> Any:
+    """PEFT's module of LoRA layers, or None where nobody has imported it: then no model has such a layer."""
+    return sys.modules.get("peft.tuners.lora.layer")
 
 
 def refusal_of(module: Any, linear: type[nn.Module], four_bit_too: bool = True) -> Refusal | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,24 @@ SMALL_IN, SMALL_OUT, SMALL_RANK = 16, 24, 4
 SIBLINGS = 3
 
 
+class Regime(NamedTuple):
+    """Dtypes of a probe: those of the base layer and of the adapter, and whether autocast is on."""
+
+    base: torch.dtype
+    adapter: torch.dtype
+    autocast: bool
+
+    def __str__(self) -> str:
+        return f"base {self.base}, adapter {self.adapter}, autocast {'on' if self.autocast else 'off'}"
+
+
+def regimes(module: Any, name: str) -> tuple[Regime, ...]:
+    """What a LoRA layer is probed in: float32, its own dtypes, and those under autocast."""
+    base = module.base_layer
+    dtypes = base.compute_dtype if is_four_bit(base) else dtype_of(base), module.lora_A[name].weight.dtype
+    return Regime(torch.float32, torch.float32, False), Regime(*dtypes, False), Regime(*dtypes, True)
+
+
 def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
     """Compares fast and stock forward on small twins: in float32, in the module's dtypes, under autocast.
 
@@ -33,14 +51,8 @@ def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
     lower = torch.get_autocast_dtype(device.type)
     name = probed_adapter(module)
     assert name is not None  # such a module is no site
-    base_layer = module.base_layer
-    computes_in = base_layer.compute_dtype if is_four_bit(base_layer) else dtype_of(base_layer)
-    dtypes = computes_in, module.lora_A[name].weight.dtype
-    for base, adapter, autocast in (
-        (torch.float32, torch.float32, False),
-        (*dtypes, False),
-        (*dtypes, True),
-    ):
+    for regime in regimes(module, name):
+        base, adapter, autocast = regime
         computed_in = _coarser(base, lower) if autocast else base if precision == "compute" else None
         alone, *siblings = (small_twin(module, name, base, adapter, number) for number in range(1 + SIBLINGS))
         for doubles, owner in (([alone], None), (siblings, None), (siblings, _ProbeOwner())):
@@ -49,7 +61,7 @@ def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
                 reason = _differ(doubles, owner, kernel, x, computed_in)
             if reason:
                 which = "siblings, " if doubles is siblings else ""
-                return f"{which}base {base}, adapter {adapter}, autocast {'on' if autocast else 'off'}: {reason}"
+                return f"{which}{regime}: {reason}"
     return None
 
 
