@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,3 +58,22 @@ def tiny_llama() -> Callable[..., nn.Module]:
         return model
 
     return make
+
+
+@pytest.fixture(params=["full", "lora"])
+def make(request: pytest.FixtureRequest) -> Callable[[], nn.Module]:
+    """Makes the model of ``full_and_lora``, trained whole or by adapters."""
+    from tests.patching.full_and_lora import full, lora
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return {"full": full, "lora": lora}[request.param]()
+
+    return seeded
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

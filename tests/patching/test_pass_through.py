@@ -8,7 +8,7 @@ that transformers or PEFT had added or renamed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,13 +27,6 @@ LABELS = IDS.masked_fill(torch.arange(LENGTH) < 3, -100)
 POSITIONS = torch.arange(LENGTH - KEPT, LENGTH)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"bare": llama, "peft": lambda: with_lora(llama())}
-
-
-@pytest.fixture
-def process_group(tmp_path: Any) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def both(kind: str) -> tuple[nn.Module, nn.Module]:
