@@ -83,7 +83,7 @@ def peft(x: torch.Tensor, o: Operand, compute: torch.dtype) -> torch.Tensor:
     with torch.autocast(x.device.type, enabled=False):
         weight = unpack(o.weight.stored, o.weight.state).to(compute)
         result = F.linear(x.to(compute), weight, o.bias).to(x.dtype)
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled():  # for CUDA, on every device
         return result + F.linear(F.linear(x, o.a), o.b) * o.scaling
     return result + (F.linear(F.linear(x.to(o.a.dtype), o.a), o.b) * o.scaling).to(result.dtype)
 

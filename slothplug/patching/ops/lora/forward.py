@@ -45,8 +45,9 @@ def fast_lora(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **
         return served.fall_back(module, reason, x)
     if dropout is not None:
         # The mask is drawn as PEFT draws it: by the layer's own module, from an input in the adapter's dtype, in turn.
+        # PEFT's layer for 4-bit weights casts unless autocast is on for CUDA, whatever the device.
         as_it_is = x.dtype is operand.a.dtype or (
-            isinstance(operand.weight, Packed) and torch.is_autocast_enabled(served.device_type)
+            isinstance(operand.weight, Packed) and torch.is_autocast_enabled("cuda")
         )
         dropped = dropout(x if as_it_is else x.to(operand.a.dtype))
         lowered = _lowered(served, (found,))
