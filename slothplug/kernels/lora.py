@@ -114,8 +114,8 @@ def lora_linear(
 
     Returns:
         One [..., O_i] for each operand, of autocast's dtype where that is on and of x's otherwise; with packed weights,
-        of x's dtype, and under CUDA's autocast of the wider of the two. Differentiable once in every tensor. The gradients of
-        the A's may share one storage, without overlap.
+        of x's dtype, and under CUDA's autocast of the wider of the two. Differentiable once in every tensor. The
+        gradients of the A's may share one storage, without overlap.
 
     Raises:
         TypeError: a dtype other than the three, adapters of unequal dtypes, packed weights beside others or of unequal
@@ -149,8 +149,9 @@ def _plan(
         if len(packed) < len(operands) or any(weight.dtype is not packed[0].dtype for weight in packed):
             raise TypeError("packed weights share a node with packed weights of their own dtype only")
         # PEFT casts the adapter's output to x's dtype unless autocast is on for CUDA, whatever the device.
-        promotes = autocast is not None and torch.is_autocast_enabled("cuda")
-        output = torch.promote_types(x.dtype, autocast) if promotes else x.dtype
+        output = x.dtype
+        if autocast is not None and torch.is_autocast_enabled("cuda"):
+            output = torch.promote_types(x.dtype, autocast)
         return _Plan(scalings, packed[0].dtype, low, output, packed, lowered)
     if autocast is not None:
         return _Plan(scalings, autocast, autocast, autocast, (), lowered)

@@ -4,6 +4,9 @@ A linear layer keeps its input for its weight's gradient, or its adapter's. Of t
 would be alive until the backward, the kernel keeps two, gate and up, and the third follows from them in one pass over
 memory: 7.5 GiB less for 4 x 2048 tokens of Llama-3-8B, for some 0.15 ms a layer on an H200.
 
+Only where the last layer is known to save its input as it was given: an ``nn.Linear``, or a LoRA layer that is served
+and in the plain case, without hooks. What other code does to its input before it saves it, no version counter tells.
+
 Whoever has hooks on saved tensors of his own (a checkpoint that is not reentrant, an offload) gets all three, as in
 stock: he decides then what is kept.
 """
@@ -15,7 +18,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from slothplug.patching.ops.lora.layer import Adapted, adapted
+from slothplug.patching.private_class import stock_class
+from slothplug.patching.sites import STATE, Served, hooked
 
 
 class _Kept(NamedTuple):
@@ -31,7 +39,8 @@ class _Kept(NamedTuple):
         return cls(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def checked(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
+        # Compiled autograd shows stand-ins.
+        if self.tensor._version != self.version and not torch.compiler.is_compiling():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{self.tensor.dtype} {list(self.tensor.shape)}], which a gated MLP's last layer needs, is at version "
@@ -48,33 +57,45 @@ class _Product(NamedTuple):
 
 
 def not_kept(
-    product: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, kernel: Callable[..., torch.Tensor]
+    product: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    kernel: Callable[..., torch.Tensor],
+    reader: nn.Module,
 ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which ``product``, which is ``kernel(gate, up)``, is not saved for a backward, but made again.
+    """A context in which ``reader`` does not save ``product``, which is ``kernel(gate, up)``, but makes it again.
 
-    It is saved as ever where nothing else keeps gate and up, and where somebody has written into it or took a part.
+    It is saved as ever where nothing else keeps gate and up.
     """
     operands_are_kept = gate.requires_grad and (up is None or up.requires_grad)
-    if not operands_are_kept or not torch.is_grad_enabled() or _others_have_hooks():
+    if not operands_are_kept or not torch.is_grad_enabled() or _others_have_hooks() or not _saves_as_given(reader):
         return contextlib.nullcontext()
+    operands = (_Kept.of(gate), None if up is None else _Kept.of(up))
     # Saved tensors keep both functions below, which therefore must not keep the product.
     identity, device = _identity(product), product.device.type
     autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def pack(tensor: torch.Tensor) -> _Kept | _Product:
         if type(tensor) is torch.Tensor and tensor.is_contiguous() and _identity(tensor) == identity:
-            return _Product((_Kept.of(gate), None if up is None else _Kept.of(up)), tensor.shape)
+            return _Product(operands, tensor.shape)
         return _Kept.of(tensor)
 
     def unpack(packed: _Kept | _Product) -> torch.Tensor:
         if isinstance(packed, _Kept):
             return packed.checked()
-        operands = (None if operand is None else operand.checked() for operand in packed.operands)
+        read = (None if operand is None else operand.checked() for operand in packed.operands)
         dtype, enabled = autocast
         with torch.no_grad(), torch.autocast(device, dtype, enabled=enabled):
-            return kernel(*operands).view(packed.shape)
+            return kernel(*read).view(packed.shape)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _saves_as_given(reader: nn.Module) -> bool:
+    if stock_class(reader) is nn.Linear:
+        return not hooked(reader)
+    served: Served | None = reader.__dict__.get(STATE)
+    return served is not None and served.op == "lora" and isinstance(adapted(reader), Adapted)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

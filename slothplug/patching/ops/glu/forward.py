@@ -31,8 +31,9 @@ def fast_glu(module: nn.Module, served: Served, *args: Any, **kwargs: Any) -> to
         return modules[mlp.down](formula(gate, up, mlp))
     kernel = partial(served.kernel, **mlp.arguments())
     h = served.calls.serve(kernel(gate, up))
-    with not_kept(h, gate, up, kernel):
-        return modules[mlp.down](h)
+    last = modules[mlp.down]
+    with not_kept(h, gate, up, kernel, last):
+        return last(h)
 
 
 def _why_not(module: nn.Module, mlp: GatedMLP, x: torch.Tensor, device_type: str) -> str | None:

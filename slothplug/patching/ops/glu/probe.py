@@ -39,5 +39,6 @@ def _with_kernel(
     gate, up = gate_and_up(modules, mlp, x)
     with_arguments = partial(kernel, **mlp.arguments())
     h = with_arguments(gate, up)
-    with not_kept(h, gate, up, with_arguments):
-        return modules[mlp.down](h)
+    last = modules[mlp.down]
+    with not_kept(h, gate, up, with_arguments, last):
+        return last(h)
