@@ -51,7 +51,7 @@ class Packed(NamedTuple):
         stored: any tensor; what is kept for the backward.
         state: what else ``unpack`` needs.
         unpack: makes a new [O, K] tensor of ``stored`` and ``state``.
-        dtype: x and the unpacked weight are multiplied in it.
+        dtype: x and the unpacked weight are multiplied in it outside autocast; under autocast, in autocast's.
     """
 
     stored: torch.Tensor
@@ -152,7 +152,7 @@ def _plan(
         output = x.dtype
         if autocast is not None and torch.is_autocast_enabled("cuda"):
             output = torch.promote_types(x.dtype, autocast)
-        return _Plan(scalings, packed[0].dtype, low, output, packed, lowered)
+        return _Plan(scalings, autocast or packed[0].dtype, low, output, packed, lowered)
     if autocast is not None:
         return _Plan(scalings, autocast, autocast, autocast, (), lowered)
     if any(_stored(o.weight).dtype != x.dtype for o in operands):
@@ -293,8 +293,8 @@ def _unpacked(plan: _Plan, weights: Sequence[torch.Tensor], index: int) -> torch
     """A weight as it is multiplied by. One that is unpacked is a new tensor: whoever asks uses it and lets it go."""
     if not plan.packed:
         return weights[index]
-    _, state, unpack, dtype = plan.packed[index]
-    return _cast(unpack(weights[index], state), dtype)
+    _, state, unpack, _ = plan.packed[index]
+    return _cast(unpack(weights[index], state), plan.base_dtype)
 
 
 def _shift(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from torch import nn
 
 import slothplug
+from slothplug.kernels.lora import Packed
+from slothplug.patching.ops.lora.four_bit import why_not_dtypes
 from slothplug.patching.sites import STATE
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, assert_same_step, step, tiny
@@ -161,28 +162,77 @@ def not_quantised(base: Any) -> None:
     base.weight = bitsandbytes.nn.Params4bit(torch.randn(64, 64), requires_grad=False)
 
 
-def not_settled(base: Any) -> None:
-    base.compute_type_is_set = False
+def test_a_weight_that_is_not_quantised_is_left() -> None:
+    model = qlora()
+    not_quantised(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer)
+    report = slothplug.patch(model, {"ops": ["lora"]})
+    [left] = [site for site in lora_of(report) if site.status == "left"]
+    assert "not quantised yet" in left.reason
 
 
-def coarser(base: Any) -> None:
-    base.weight.quant_state.dtype = torch.bfloat16
+def test_a_bias_of_another_dtype_is_settled_by_the_first_call() -> None:
+    """``prepare_model_for_kbit_training`` leaves biases in float32."""
+    model, stock = (qlora(torch.bfloat16, torch.bfloat16, bias=True) for _ in range(2))
+    for one in (model, stock):
+        for name, parameter in one.named_parameters():
+            if name.endswith("bias"):
+                parameter.data = parameter.data.float()
+    report = slothplug.patch(model, {"ops": ["lora"]})
+    assert [site.status for site in lora_of(report)] == ["fused"] * 14
+    for _ in range(2):
+        steps = step(model), step(stock)
+        assert distance(*steps) < 0.05
+    settled = "its bias is torch.float32 still, and its base layer computes in torch.bfloat16"
+    assert [site.calls.fallbacks[settled] for site in lora_of(report)] == [1] * 14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_default_compute_dtype_under_autocast(dtype: torch.dtype) -> None:
+    """float32: under autocast bitsandbytes multiplies in autocast's dtype all the same."""
+    model, stock = (qlora(torch.float32, dtype) for _ in range(2))
+    report = slothplug.patch(model, {"ops": ["lora"]})
+    assert [site.status for site in lora_of(report)] == ["fused"] * 14
+    with torch.autocast(DEVICE, torch.bfloat16):
+        steps = step(model), step(stock)
+    exact = step(qlora())
+    assert distance(steps[0], exact) <= 1.1 * distance(steps[1], exact)
+    assert not any(site.calls.fallbacks for site in lora_of(report))
+    outside = step(model), step(stock)
+    assert distance(*outside) < 2e-2
+    reasons = {reason for site in lora_of(report) for reason in site.calls.fallbacks}
+    assert reasons == (
+        set() if dtype is torch.float32 else {f"its weight was {dtype}, and its base layer computes in torch.float32"}
+    )
+
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("x", "computes_in", "was", "autocast", "served"),
     [
-        (not_quantised, "not quantised yet"),
-        (not_settled, "not chosen compute_dtype"),
-        (coarser, "its weight was torch.bfloat16"),
+        (BRAIN, BRAIN, BRAIN, None, True),
+        (SINGLE, BRAIN, BRAIN, None, True),
+        (BRAIN, SINGLE, SINGLE, None, True),
+        (BRAIN, SINGLE, BRAIN, None, False),
+        (BRAIN, HALF, HALF, None, False),
+        (BRAIN, BRAIN, HALF, None, True),
+        (BRAIN, SINGLE, BRAIN, BRAIN, True),
+        (SINGLE, BRAIN, BRAIN, BRAIN, True),
+        (BRAIN, BRAIN, BRAIN, HALF, False),
+        (SINGLE, HALF, HALF, BRAIN, False),
+        (HALF, BRAIN, BRAIN, BRAIN, False),
     ],
 )
-def test_what_cannot_be_served_is_left(change: Callable[[Any], None], reason: str) -> None:
-    model = qlora()
-    change(model.base_model.model.model.layers[0].self_attn.q_proj.base_layer)
-    report = slothplug.patch(model, {"ops": ["lora"]})
-    [left] = [site for site in lora_of(report) if site.status == "left"]
-    assert reason in left.reason
+def test_dtypes_that_are_served(
+    x: torch.dtype, computes_in: torch.dtype, was: torch.dtype, autocast: torch.dtype | None, served: bool
+) -> None:
+    packed = Packed(torch.empty(0), bitsandbytes.functional.QuantState(None, dtype=was), _unpack, computes_in)
+    assert (why_not_dtypes(x, packed, autocast) is None) == served
+
+
+def _unpack(stored: torch.Tensor, state: Any) -> torch.Tensor:
+    raise AssertionError
 
 
 def test_what_changes_after_the_patch_falls_back() -> None:

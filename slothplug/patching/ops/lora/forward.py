@@ -11,6 +11,7 @@ from torch import nn
 from slothplug.kernels.lora import DTYPES, Operand, Packed
 from slothplug.patching.call import current_call
 from slothplug.patching.casts import Casts
+from slothplug.patching.ops.lora import four_bit
 from slothplug.patching.ops.lora.layer import Adapted, adapted
 from slothplug.patching.recording import why_recorded
 from slothplug.patching.siblings import Kept, Member, collect, keep, shareable, state_now
@@ -141,7 +142,10 @@ def _why_not_packed(x: torch.Tensor, weight: Packed, a: torch.Tensor, b: torch.T
         return f"input of {x.dtype}, adapter of {a.dtype}"
     if not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
         return "few tokens without gradients, for which bitsandbytes has kernels that do not unpack the weight"
-    return _why_not_autocast(x, a, device_type) if torch.is_autocast_enabled(device_type) else None
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if reason := four_bit.why_not_dtypes(x.dtype, weight, autocast):
+        return reason
+    return None if autocast is None else _why_not_autocast(x, a, device_type)
 
 
 def _why_not_autocast(x: torch.Tensor, a: torch.Tensor, device_type: str) -> str | None:

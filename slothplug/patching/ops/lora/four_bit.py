@@ -34,7 +34,7 @@ def peft_class() -> type[nn.Module] | None:
 
 
 def why_not_packed(base: Any) -> str | None:
-    """Why the base layer's weight cannot be multiplied by here, as it is now."""
+    """Why the base layer's weight cannot be multiplied by here."""
     weight = base._parameters.get("weight")
     library = sys.modules["bitsandbytes"]
     if type(weight) is not library.nn.Params4bit:
@@ -42,29 +42,47 @@ def why_not_packed(base: Any) -> str | None:
     state = weight.quant_state
     if state is None:
         return "its weight is not quantised yet"
-    if not base.compute_type_is_set:
-        return "its base layer has not chosen compute_dtype yet"  # the first call of bitsandbytes' forward does
-    if base.compute_dtype not in DTYPES:
-        return f"its base layer computes in {base.compute_dtype}"
-    if torch.finfo(state.dtype).eps > torch.finfo(base.compute_dtype).eps:
-        # bitsandbytes unpacks to compute_dtype for the forward since 0.50, and to the other dtype for the backward.
-        return f"its weight was {state.dtype}, and its base layer computes in {base.compute_dtype}"
     if len(state.shape) != 2 or getattr(state, "packing_format_for_cpu", False):
         return "its weight is packed in another format"
-    bias = base._parameters.get("bias")
-    if bias is not None and bias.dtype is not base.compute_dtype:
-        return f"its bias is {bias.dtype}, and its base layer computes in {base.compute_dtype}"
     return None
 
 
 def packed_weight(base: Any) -> Packed | Refusal:
-    """The base layer's weight as the kernel takes it."""
+    """The base layer's weight as the kernel takes it now.
+
+    bitsandbytes' own forward settles ``compute_dtype`` and the bias's dtype when it is called first.
+    """
     if reason := why_not_packed(base):
         return Refusal(reason)
+    if not base.compute_type_is_set or base.compute_dtype not in DTYPES:
+        return Refusal("its base layer has not chosen compute_dtype yet")
+    bias = base._parameters.get("bias")
+    if bias is not None and bias.dtype is not base.compute_dtype:
+        return Refusal(f"its bias is {bias.dtype} still, and its base layer computes in {base.compute_dtype}")
     weight = base._parameters["weight"]
     return Packed(
         weight, weight.quant_state, sys.modules["bitsandbytes"].functional.dequantize_4bit, base.compute_dtype
     )
+
+
+def why_not_dtypes(x: torch.dtype, weight: Packed, autocast: torch.dtype | None) -> str | None:
+    """Why an input of dtype ``x`` is not multiplied here as bitsandbytes does.
+
+    Its product is subject to autocast. Where two 16-bit dtypes meet, it rounds to one after the other.
+    """
+    computes_in = weight.dtype if autocast is None else autocast
+    if not {x, weight.dtype} <= {computes_in, torch.float32} and not (
+        autocast is None and weight.dtype is torch.float32
+    ):
+        return f"input of {x}, base layer that computes in {weight.dtype}, autocast in {autocast}"
+    if is_coarser(weight.state.dtype, computes_in):
+        # It unpacks to compute_dtype for the forward since 0.50, and to the weight's former dtype for the backward.
+        return f"its weight was {weight.state.dtype}, and its base layer computes in {computes_in}"
+    return None
+
+
+def is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(dtype).eps > torch.finfo(other).eps
 
 
 def key_of(base: Any) -> Hashable:
@@ -76,7 +94,8 @@ def key_of(base: Any) -> Hashable:
 def small_base(base: Any, size_in: int, size_out: int, bias: bool, dtype: torch.dtype) -> nn.Module:
     """A random layer of the class and configuration of ``base`` that computes in ``dtype``, quantised."""
     weight, device = base.weight, base.weight.device
-    unpacks_to = weight.quant_state.dtype if dtype is base.compute_dtype else dtype
+    own = dtype is base.compute_dtype and not is_coarser(weight.quant_state.dtype, dtype)
+    unpacks_to = weight.quant_state.dtype if own else dtype
     double = sys.modules["bitsandbytes"].nn.Linear4bit(
         size_in,
         size_out,

@@ -11,7 +11,7 @@ from torch import nn
 from slothplug.kernels.lora import Precision
 from slothplug.patching.casts import Casts
 from slothplug.patching.ops.lora.forward import fast_lora
-from slothplug.patching.ops.lora.four_bit import is_four_bit, small_base
+from slothplug.patching.ops.lora.four_bit import is_coarser, is_four_bit, small_base
 from slothplug.patching.ops.lora.layer import probed_adapter
 from slothplug.patching.proof import difference, probe_rows, seed_generators
 from slothplug.patching.siblings import Group, Member
@@ -38,7 +38,23 @@ def regimes(module: Any, name: str) -> tuple[Regime, ...]:
     """What a LoRA layer is probed in: float32, its own dtypes, and those under autocast."""
     base = module.base_layer
     dtypes = base.compute_dtype if is_four_bit(base) else dtype_of(base), module.lora_A[name].weight.dtype
-    return Regime(torch.float32, torch.float32, False), Regime(*dtypes, False), Regime(*dtypes, True)
+    in_float32, outside, under = (
+        Regime(torch.float32, torch.float32, False),
+        Regime(*dtypes, False),
+        Regime(*dtypes, True),
+    )
+    if is_four_bit(base) and is_coarser(base.weight.quant_state.dtype, base.compute_dtype):
+        return in_float32, under  # outside autocast it is answered by the original forward
+    return in_float32, outside, under
+
+
+def autocast_dtype(module: Any) -> torch.dtype:
+    """Autocast's dtype in the probe: the default, but not where the base layer computes in another 16-bit dtype."""
+    base = module.base_layer
+    if is_four_bit(base) and base.compute_dtype is not torch.float32:
+        dtype: torch.dtype = base.compute_dtype
+        return dtype
+    return torch.get_autocast_dtype(device_of(module).type)
 
 
 def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
@@ -48,12 +64,12 @@ def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
     are compared with factors that the kernel casts and with factors that a patched model has cast together.
     """
     device = device_of(module)
-    lower = torch.get_autocast_dtype(device.type)
+    lower = autocast_dtype(module)
     name = probed_adapter(module)
     assert name is not None  # such a module is no site
     for regime in regimes(module, name):
         base, adapter, autocast = regime
-        computed_in = _coarser(base, lower) if autocast else base if precision == "compute" else None
+        computed_in = lower if autocast else base if precision == "compute" else None
         alone, *siblings = (small_twin(module, name, base, adapter, number) for number in range(1 + SIBLINGS))
         for doubles, owner in (([alone], None), (siblings, None), (siblings, _ProbeOwner())):
             x = probe_rows(SMALL_IN, base, device)
@@ -63,11 +79,6 @@ def prove(module: Any, kernel: Kernel, precision: Precision) -> str | None:
                 which = "siblings, " if doubles is siblings else ""
                 return f"{which}{regime}: {reason}"
     return None
-
-
-def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Of a base layer's dtype and autocast's: a 4-bit layer keeps its own under autocast."""
-    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 class _ProbeOwner:
