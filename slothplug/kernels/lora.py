@@ -16,13 +16,13 @@ The scale is a factor of the products (``alpha``), never of a tensor. Where the 
 x (x after dropout), S, dA and dS A belong to x' and the rest to x.
 
 Dtypes are PEFT's. Under autocast, or where all is of one dtype, every product is made in that dtype. Outside autocast,
-adapters of another dtype than x multiply in their own, and x W^T is rounded to x's dtype before the sum, as PEFT does.
-A's and B's gradients have A's and B's dtype.
+adapters of another dtype than x multiply in their own, and x W^T is rounded to its own dtype before the sum, as PEFT
+does. A's and B's gradients have A's and B's dtype.
 
 A base weight may be stored otherwise than it is multiplied in (4 bits an element, as in Dettmers et al., "QLoRA:
-Efficient Finetuning of Quantized LLMs", 2023). It is frozen and has a dtype of its own for its products; y returns to
-x's dtype after the sum. Each pass unpacks one weight at a time and keeps none: O_i K (e + 1/2) bytes more to move,
-once forward and once for dx.
+Efficient Finetuning of Quantized LLMs", 2023). It is frozen and has a dtype of its own for its products outside
+autocast; y returns to x's dtype after the sum. Each pass unpacks one weight at a time and keeps none:
+O_i K (e + 1/2) bytes more to move, once forward and once for dx.
 
 Cost for x [N, K], W_i [O_i, K], rank r_i, e bytes an element: forward 2 N K O_i + 2 N r_i (K + O_i) flops, of which the
 first term is the base layer's own; it reads x twice in all and writes y_i twice. Backward is twice that, less the dW_i
@@ -330,7 +330,7 @@ def _grad_x(
 ) -> torch.Tensor:
     """The gradient of x [N, K]: ``low_part`` plus the base layers' products.
 
-    Where x is float32 and the products are not (autocast), the products of siblings are summed in float32, as autograd
+    Where x is float32 and the products are not, the products of siblings are summed in float32, as autograd
     sums the gradients of an x that was cast once for each of them; so is a ``low_part`` of float32.
     """
     dtype, total, first = plan.base_dtype, None, True

@@ -240,8 +240,11 @@ def why_not_input(x: object, device_type: str) -> str | None:
     return None
 
 
-def why_not_touchable(module: nn.Module) -> str | None:
-    """Why a module's forward cannot be taken over, whatever it computes; None where it can."""
+def why_not_touchable(module: nn.Module, known: tuple[type, ...] = ()) -> str | None:
+    """Why a module's forward cannot be taken over, whatever it computes; None where it can.
+
+    ``known`` are types of weights that the caller can read, beside plain tensors.
+    """
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance by somebody else"
     if hasattr(module, "_hf_hook"):
@@ -253,6 +256,6 @@ def why_not_touchable(module: nn.Module) -> str | None:
             return "its weights are on the meta device"
         if hasattr(tensor, "ds_id"):
             return "its weights are partitioned by ZeRO-3"
-        if not plain(tensor):
+        if not plain(tensor) and type(tensor) not in known:
             return f"its weights are of type {type(tensor).__name__}"
     return None

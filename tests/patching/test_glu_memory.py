@@ -183,7 +183,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_the_last_layer_was_given_is_what_counts(change: Callable[[nn.Module], None], rows: torch.Tensor) -> None:
+def test_a_last_layer_that_is_changed_saves_what_it_reads(
+    change: Callable[[nn.Module], None], rows: torch.Tensor
+) -> None:
     found = []
     for patched in (True, False):
         model = MODELS["llama"]()

@@ -17,7 +17,8 @@ from slothplug.patching.recording import why_recorded
 from slothplug.patching.siblings import Kept, Member, collect, keep, shareable, state_now
 from slothplug.patching.sites import OTHER_ARGUMENTS, STATE, Refusal, Served, why_not_input
 
-# bitsandbytes 0.50 multiplies at most so many rows by a packed weight on an H200; more, and it unpacks the weight.
+# On GPUs bitsandbytes 0.50 multiplies few rows by a packed weight and unpacks it for more. Where it changes over
+# depends on shape and GPU; for the larger weights on an H200 at 64 rows.
 _FEW_ROWS = 64
 
 
@@ -101,10 +102,11 @@ def _inputs(operand: Operand, state: tuple[Any, ...]) -> tuple[Any, ...]:
     Outside a call of the model and outside backward nothing bounds the time between two siblings' calls, so there the
     versions of the weights are compared as well.
     """
-    if state[0] != -1:
-        return operand
     weight = operand.weight.stored if isinstance(operand.weight, Packed) else operand.weight
-    return (*operand, *(None if t.is_inference() else t._version for t in (weight, operand.a, operand.b)))
+    inputs = (weight, _packed_dtype(operand), *operand[1:])
+    if state[0] != -1:
+        return inputs
+    return (*inputs, *(None if t.is_inference() else t._version for t in (weight, operand.a, operand.b)))
 
 
 def _share(one: Operand, other: Operand) -> bool:
@@ -140,7 +142,7 @@ def _why_not_packed(x: torch.Tensor, weight: Packed, a: torch.Tensor, b: torch.T
         return "its weights are partitioned, or do not fit the input"
     if x.dtype not in DTYPES or a.dtype not in DTYPES or b.dtype is not a.dtype:
         return f"input of {x.dtype}, adapter of {a.dtype}"
-    if not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+    if x.device.type == "cuda" and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]:
         return "few tokens without gradients, for which bitsandbytes has kernels that do not unpack the weight"
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     if reason := four_bit.why_not_dtypes(x.dtype, weight, autocast):

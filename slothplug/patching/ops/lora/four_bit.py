@@ -1,7 +1,7 @@
 """bitsandbytes' 4-bit linear layers as base layers of LoRA: QLoRA.
 
 Such a layer casts its input to ``compute_dtype``, multiplies by the weight that it unpacks, and casts back. PEFT's
-layer around it differs from the plain one in one more point: under autocast it leaves the input's dtype to autocast.
+layer around it differs from the plain one in one more point: under CUDA's autocast it leaves dtypes to autocast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def why_not_packed(base: Any) -> str | None:
     state = weight.quant_state
     if state is None:
         return "its weight is not quantised yet"
-    if len(state.shape) != 2 or getattr(state, "packing_format_for_cpu", False):
+    # dequantize_4bit transposes a weight of one row, which bitsandbytes' own forward makes a column of first.
+    if weight.shape[0] == 1 or len(state.shape) != 2 or getattr(state, "packing_format_for_cpu", False):
         return "its weight is packed in another format"
     return None
 
@@ -65,19 +66,23 @@ def packed_weight(base: Any) -> Packed | Refusal:
     )
 
 
+def computes_in(base: Any) -> torch.dtype:
+    """``compute_dtype``; float32 stands for one that bitsandbytes' first call chooses."""
+    dtype: torch.dtype | None = base.compute_dtype
+    return dtype or torch.float32
+
+
 def why_not_dtypes(x: torch.dtype, weight: Packed, autocast: torch.dtype | None) -> str | None:
     """Why an input of dtype ``x`` is not multiplied here as bitsandbytes does.
 
     Its product is subject to autocast. Where two 16-bit dtypes meet, it rounds to one after the other.
     """
-    computes_in = weight.dtype if autocast is None else autocast
-    if not {x, weight.dtype} <= {computes_in, torch.float32} and not (
-        autocast is None and weight.dtype is torch.float32
-    ):
+    product = weight.dtype if autocast is None else autocast
+    if not {x, weight.dtype} <= {product, torch.float32} and not (autocast is None and weight.dtype is torch.float32):
         return f"input of {x}, base layer that computes in {weight.dtype}, autocast in {autocast}"
-    if is_coarser(weight.state.dtype, computes_in):
+    if is_coarser(weight.state.dtype, product):
         # It unpacks to compute_dtype for the forward since 0.50, and to the weight's former dtype for the backward.
-        return f"its weight was {weight.state.dtype}, and its base layer computes in {computes_in}"
+        return f"its weight was {weight.state.dtype}, and its base layer computes in {product}"
     return None
 
 
@@ -92,9 +97,9 @@ def key_of(base: Any) -> Hashable:
 
 
 def small_base(base: Any, size_in: int, size_out: int, bias: bool, dtype: torch.dtype) -> nn.Module:
-    """A random layer of the class and configuration of ``base`` that computes in ``dtype``, quantised."""
+    """A random layer of the quantisation of ``base`` that computes in ``dtype``, quantised."""
     weight, device = base.weight, base.weight.device
-    own = dtype is base.compute_dtype and not is_coarser(weight.quant_state.dtype, dtype)
+    own = dtype is computes_in(base) and not is_coarser(weight.quant_state.dtype, dtype)
     unpacks_to = weight.quant_state.dtype if own else dtype
     double = sys.modules["bitsandbytes"].nn.Linear4bit(
         size_in,

@@ -35,6 +35,8 @@ def refusal_of(module: Any, linear: type[nn.Module], four_bit_too: bool = True) 
         return Refusal(f"its base layer is a {type(base).__name__}; only {served} fused", excused=True)
     if packed and (reason := why_not_packed(base)):
         return Refusal(reason)
+    if packed and stock_class(module) is linear:
+        return Refusal("PEFT's plain layer on a 4-bit base layer: PEFT was not told that the model is_loaded_in_4bit")
     if stock_class(module) is not (peft_class() if packed else linear):
         return Refusal(f"a {stock_class(module).__name__} of {stock_class(module).__module__}", excused=True)
     if module.fan_in_fan_out or getattr(module, "is_target_conv_1d_layer", False):
@@ -48,8 +50,8 @@ def refusal_of(module: Any, linear: type[nn.Module], four_bit_too: bool = True) 
     parts = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
     if type(parts[0]) is not nn.Linear or type(parts[1]) is not nn.Linear or type(parts[2]) not in _DROPOUTS:
         return Refusal(f"its adapter is made of {', '.join(type(part).__name__ for part in parts)}")
-    for part in parts if packed else (base, *parts):
-        if reason := why_not_touchable(part):
+    for part in (base, *parts):
+        if reason := why_not_touchable(part, (type(base._parameters["weight"]),) if packed and part is base else ()):
             return Refusal(f"{type(part).__name__} in it: {reason}")
     return None
 

@@ -11,7 +11,7 @@ from torch import nn
 from slothplug.kernels.lora import Precision
 from slothplug.patching.casts import Casts
 from slothplug.patching.ops.lora.forward import fast_lora
-from slothplug.patching.ops.lora.four_bit import is_coarser, is_four_bit, small_base
+from slothplug.patching.ops.lora.four_bit import computes_in, is_coarser, is_four_bit, small_base
 from slothplug.patching.ops.lora.layer import probed_adapter
 from slothplug.patching.proof import difference, probe_rows, seed_generators
 from slothplug.patching.siblings import Group, Member
@@ -37,13 +37,13 @@ class Regime(NamedTuple):
 def regimes(module: Any, name: str) -> tuple[Regime, ...]:
     """What a LoRA layer is probed in: float32, its own dtypes, and those under autocast."""
     base = module.base_layer
-    dtypes = base.compute_dtype if is_four_bit(base) else dtype_of(base), module.lora_A[name].weight.dtype
+    dtypes = computes_in(base) if is_four_bit(base) else dtype_of(base), module.lora_A[name].weight.dtype
     in_float32, outside, under = (
         Regime(torch.float32, torch.float32, False),
         Regime(*dtypes, False),
         Regime(*dtypes, True),
     )
-    if is_four_bit(base) and is_coarser(base.weight.quant_state.dtype, base.compute_dtype):
+    if is_four_bit(base) and is_coarser(base.weight.quant_state.dtype, computes_in(base)):
         return in_float32, under  # outside autocast it is answered by the original forward
     return in_float32, outside, under
 
@@ -51,9 +51,8 @@ def regimes(module: Any, name: str) -> tuple[Regime, ...]:
 def autocast_dtype(module: Any) -> torch.dtype:
     """Autocast's dtype in the probe: the default, but not where the base layer computes in another 16-bit dtype."""
     base = module.base_layer
-    if is_four_bit(base) and base.compute_dtype is not torch.float32:
-        dtype: torch.dtype = base.compute_dtype
-        return dtype
+    if is_four_bit(base) and computes_in(base) is not torch.float32:
+        return computes_in(base)
     return torch.get_autocast_dtype(device_of(module).type)
 
 
