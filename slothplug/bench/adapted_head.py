@@ -10,20 +10,17 @@ writes them. All take turns in one process. ``extra`` is the peak of GPU memory 
 
 from __future__ import annotations
 
-import json
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import typer
 
-from slothplug.bench.environment import versions, without_output
+from slothplug.bench.environment import versions, write
 from slothplug.bench.head import SHAPES, Case, inputs, milliseconds
 from slothplug.kernels.cross_entropy import EpilogueStep, RowStatistics
 from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
@@ -31,20 +28,23 @@ from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
 RANK = 16
 SCALING = 1.0
 
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``loss(hidden [N, H], weight [V, H], a [r, H], b [V, r], labels [N])``: the mean over all rows."""
+
+class Operands(NamedTuple):
+    """hidden [N, H], weight [V, H], the adapter's a [r, H] and b [V, r], labels [N]."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    labels: torch.Tensor
 
 
-def stock(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    adapted: bool,
-    metrics: bool,
-) -> torch.Tensor:
+Loss = Callable[[Operands], torch.Tensor]
+"""The mean over all rows."""
+
+
+def stock(operands: Operands, *, adapted: bool, metrics: bool) -> torch.Tensor:
+    hidden, weight, a, b, labels = operands
     logits = F.linear(hidden, weight)
     if adapted:
         logits = logits + F.linear(F.linear(hidden, a), b) * SCALING
@@ -58,16 +58,8 @@ def stock(
     return F.cross_entropy(logits.float(), labels)
 
 
-def fused(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    adapted: bool,
-    metrics: bool,
-) -> torch.Tensor:
+def fused(operands: Operands, *, adapted: bool, metrics: bool) -> torch.Tensor:
+    hidden, weight, a, b, labels = operands
     cast: list[EpilogueStep] = [("cast", torch.float32)]
     low_rank = LowRank(F.linear(hidden, a), b, SCALING) if adapted else None
     written = RowStatistics.empty(labels.numel(), labels.device) if metrics else None
@@ -95,12 +87,12 @@ def measure(shape: tuple[int, int, int], repetitions: int) -> list[dict[str, Any
     hidden, weight, labels = inputs(case)
     a = torch.randn(RANK, case.hidden, device="cuda").mul_(case.hidden**-0.5).bfloat16().requires_grad_()
     b = torch.randn(case.vocabulary, RANK, device="cuda").mul_(0.1).bfloat16().requires_grad_()
-    operands = (hidden, weight, a, b)
+    operands = Operands(hidden, weight, a, b, labels)
 
     def step(loss: Loss) -> None:
         for operand in operands:
             operand.grad = None
-        loss(*operands, labels).backward()
+        loss(operands).backward()
 
     steps = [partial(step, loss) for loss in WAYS.values()]
     extra = [_extra_bytes(run, operands) for run in steps]
@@ -154,10 +146,7 @@ def main(
     text = f"{versions()}\n\n{table(rows)}\n"
     print(text)
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        command = f"python -m slothplug.bench.adapted_head {shlex.join(without_output(sys.argv[1:]))}"
-        output.with_suffix(".md").write_text(f"# A head with an adapter or statistics\n\n    {command}\n\n{text}")
+        write(output, "adapted_head", "A head with an adapter or statistics", rows, text)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "axolotl", "liger-kernel", "bitsandbytes")
 
@@ -20,6 +25,14 @@ def versions() -> str:
             continue
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{device}; " + ", ".join(found)
+
+
+def write(output: Path, module: str, title: str, rows: Sequence[Any], text: str) -> None:
+    """OUTPUT.json with ``rows``; OUTPUT.md with the title, the command line of ``module`` and ``text``."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    command = f"python -m slothplug.bench.{module} {shlex.join(without_output(sys.argv[1:]))}".rstrip()
+    output.with_suffix(".md").write_text(f"# {title}\n\n    {command}\n\n{text}")
 
 
 def without_output(arguments: Sequence[str]) -> list[str]:

@@ -12,7 +12,6 @@ stock's, the larger of the two: a peer above 1.25 computes something less exact 
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from slothplug.bench.environment import versions, without_output
+from slothplug.bench.environment import versions, write
 
 IGNORED = -100
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -307,10 +306,7 @@ def main(
     text = f"{versions()}\n\n{table(rows)}\n"
     print(text)
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        command = f"python -m slothplug.bench.head {shlex.join(without_output(sys.argv[1:]))}"
-        output.with_suffix(".md").write_text(f"# Linear + cross-entropy\n\n    {command}\n\n{text}")
+        write(output, "head", "Linear + cross-entropy", rows, text)
 
 
 if __name__ == "__main__":

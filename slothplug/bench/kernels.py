@@ -8,8 +8,6 @@ implementation must move over the copy rate measured in the same run.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from slothplug.bench.environment import versions
+from slothplug.bench.environment import versions, write
 from slothplug.kernels.glu import glu
 from slothplug.kernels.rms_norm import rms_norm
 from slothplug.kernels.rotary import rotary
@@ -171,10 +169,7 @@ def main(output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and 
     ]
     print("\n".join(lines))
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        command = f"python -m slothplug.bench.kernels {' '.join(sys.argv[1:])}"
-        output.with_suffix(".md").write_text(f"# Bare operations\n\n    {command}\n\n" + "\n".join(lines) + "\n")
+        write(output, "kernels", "Bare operations", rows, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

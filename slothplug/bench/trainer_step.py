@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slothplug.bench.environment import versions, without_output
+from slothplug.bench.environment import versions, write
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama3-8b": {
@@ -184,10 +184,7 @@ def main(
     text = f"{versions()}\n\n{table(results)}\n"
     print(text)
     if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-        command = f"python -m slothplug.bench.trainer_step {' '.join(without_output(sys.argv[1:]))}"
-        output.with_suffix(".md").write_text(f"# A training step through HF Trainer\n\n    {command}\n\n{text}")
+        write(output, "trainer_step", "A training step through HF Trainer", results, text)
 
 
 if __name__ == "__main__":

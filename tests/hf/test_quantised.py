@@ -52,6 +52,10 @@ def train(folder: Path, fast: bool, compute: torch.dtype, dtype: torch.dtype, **
     return trainer
 
 
+def furthest(losses: list[float], exact: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, exact, strict=True))
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_ten_steps_in_float32_have_the_stock_losses(tmp_path: Path, checkpointing: bool) -> None:
     on_disk(tmp_path / "model")
@@ -65,7 +69,10 @@ def test_ten_steps_in_float32_have_the_stock_losses(tmp_path: Path, checkpointin
 
 def test_ten_steps_under_autocast_have_the_stock_losses(tmp_path: Path) -> None:
     on_disk(tmp_path / "model")
+    """No further from float32's than 1.5 times stock's are."""
     fast, stock = (train(tmp_path, one, torch.bfloat16, torch.bfloat16, bf16=True) for one in (True, False))
-    assert fast.losses == pytest.approx(stock.losses, abs=2e-2)
+    exact = train(tmp_path, False, torch.float32, torch.float32)
+    ours, theirs = (furthest(one.losses, exact.losses) for one in (fast, stock))
+    assert ours <= 1.5 * theirs
     dtypes = [{name: p.dtype for name, p in one.model.named_parameters()} for one in (fast, stock)]
     assert dtypes[0] == dtypes[1]

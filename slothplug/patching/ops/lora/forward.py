@@ -17,8 +17,8 @@ from slothplug.patching.recording import why_recorded
 from slothplug.patching.siblings import Kept, Member, collect, keep, shareable, state_now
 from slothplug.patching.sites import OTHER_ARGUMENTS, STATE, Refusal, Served, why_not_input
 
-# On GPUs bitsandbytes 0.50 multiplies few rows by a packed weight and unpacks it for more. Where it changes over
-# depends on shape and GPU; for the larger weights on an H200 at 64 rows.
+# On GPUs bitsandbytes multiplies few rows by a packed weight and unpacks it for more. Where it changes over depends on
+# shape and GPU: 0.50's own table (backends/cuda/ops.py) says 64 rows for the larger weights on an H200.
 _FEW_ROWS = 64
 
 
