@@ -1,6 +1,6 @@
 """The pluggy contract. A plugin is a module or object with some of these functions, marked with ``slothplug.hookimpl``.
 
-Everything slothplug does itself goes through these hooks (``slothplug.patching.ops``); a plugin of somebody else comes
+Everything slothplug does itself goes through these hooks (``slothplug.ops``); a plugin of somebody else comes
 in by the same door: the entry-point group ``slothplug``, or ``slothplug.plugin_manager().register(plugin)``.
 """
 

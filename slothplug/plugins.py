@@ -16,17 +16,15 @@ if TYPE_CHECKING:
     from slothplug.patching.sites import Kernel, Operation
     from slothplug.settings import Settings
 
-BUILT_IN = ("rms_norm", "glu", "rotary", "head", "lora")
-
 
 @functools.cache
 def plugin_manager() -> pluggy.PluginManager:
     """The process's manager, with the built-in operations and every installed plugin of group ``slothplug``."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    for name in BUILT_IN:
-        manager.register(importlib.import_module(f"slothplug.patching.ops.{name}"), name=f"slothplug.{name}")
-    manager.register(importlib.import_module("slothplug.patching.foreign"), name="slothplug.foreign")
+    for name in importlib.import_module("slothplug.ops").BUILT_IN:
+        manager.register(importlib.import_module(f"slothplug.ops.{name}"), name=f"slothplug.{name}")
+    manager.register(importlib.import_module("slothplug.patching.conflicts"), name="slothplug.conflicts")
     manager.load_setuptools_entrypoints(hookspecs.PROJECT)
     manager.check_pending()
     return manager

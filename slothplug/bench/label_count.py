@@ -22,7 +22,7 @@ from torch import nn
 import slothplug
 from slothplug.bench.environment import versions
 from slothplug.bench.trainer_step import SHAPES
-from slothplug.patching.label_count import Bound, LabelCount
+from slothplug.ops.head.label_count import Bound, LabelCount
 
 IGNORED = -100
 

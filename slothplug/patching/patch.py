@@ -21,12 +21,15 @@ from slothplug.errors import (
     UnsupportedVersionError,
 )
 from slothplug.kernels.backend import why_not_triton
-from slothplug.patching.call import Outermost, with_call
-from slothplug.patching.casts import Casts
+from slothplug.patching.eligibility import Guard
+from slothplug.patching.forward_context import Outermost, with_call
+from slothplug.patching.model_context import ModelContext
+from slothplug.patching.precision import preserved_rng, stock_modes
+from slothplug.patching.predicates import device_of, why_not_touchable
 from slothplug.patching.private_class import check_undoable, give_back, is_patched, stock_class, take, with_forward
-from slothplug.patching.proof import full_float32_products, preserved_rng
 from slothplug.patching.report import Report, SiteReport
-from slothplug.patching.sites import STATE, Calls, Left, Served, Site, why_not_touchable
+from slothplug.patching.served import STATE, Calls, Served
+from slothplug.patching.sites import Left, Operation, Refusal, Site
 from slothplug.patching.unwrap import wrappers_and_core
 from slothplug.plugins import operations, plugin_manager
 from slothplug.settings import Settings
@@ -34,23 +37,8 @@ from slothplug.versions import loaded_for
 
 logger = logging.getLogger("slothplug")
 
-_verdicts: dict[Hashable, str | None] = {}
+_verdicts: dict[Hashable, Refusal | None] = {}
 """Outcome of earlier probes: why the site cannot be served, or None where it can."""
-
-
-class Owner:
-    """Identity of one patched model, and what its modules share; every state in the model has it."""
-
-    __slots__ = ("casts", "counts_labels", "settings")
-
-    def __init__(self, settings: Settings, counts_labels: bool = False) -> None:
-        self.settings = settings
-        self.casts = Casts()
-        self.counts_labels = counts_labels
-        """Whether a served head will ask how many labels of a call count."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        return Owner(self.settings, self.counts_labels)
 
 
 def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Report:
@@ -99,7 +87,8 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
     if not isinstance(model, nn.Module):
         raise TypeError(f"slothplug patches a torch.nn.Module, not a {type(model).__name__}.")
     wrappers, core = wrappers_and_core(model)
-    known = [operation.name for operation in operations()]
+    registered = {operation.name: operation for operation in operations()}
+    known = list(registered)
     if settings is None:
         return Report(core, Settings(ops=()), known), []
     settings.check_ops(known)
@@ -109,19 +98,21 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
     report.notes.extend(_judge_backend(core, settings))
 
     earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
-    owner = _owner_of(earlier, settings)
-    with _stock_modes(_home(core)):
+    context, guard = _context_of(earlier, settings), _guard_of(earlier)
+    with stock_modes(_home(core)):
         sites = list(_proved_sites(core, settings, report, earlier))
     taken: list[nn.Module] = []
     try:
         plugin_manager().hook.slothplug_before_patch(model=core, sites=sites, settings=settings)
         for site in sites:
             taken.append(site.module)
-            _serve(site, owner, report)
+            _serve(site, context, registered[site.op], report)
+        _mark_subsumed(sites, report)
         for module in (*wrappers, core):
             if report.fused and not is_patched(module):
                 taken.append(module)
-                take(module, with_call, Outermost(owner))  # type: ignore[arg-type]
+                take(module, with_call, Outermost(context, guard))  # type: ignore[arg-type]
+        guard.forget()
         plugin_manager().hook.slothplug_after_patch(model=core, report=report)
         _conclude(report, core)
     except BaseException:
@@ -131,39 +122,32 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
     return report, taken
 
 
-def _owner_of(earlier: Mapping[nn.Module, Served | Outermost], settings: Settings) -> Owner:
-    """The owner of an earlier patch of the model, or a new one.
+def _context_of(earlier: Mapping[nn.Module, Served[Any, Any] | Outermost], settings: Settings) -> ModelContext:
+    """The context of an earlier patch of the model, or a new one.
 
     Raises:
         ConflictError: the earlier patch has other settings.
     """
-    owner: Any = next((state.owner for state in earlier.values()), None)
-    if owner is None:
-        return Owner(settings)
-    if owner.settings != settings:
-        theirs, ours = (one.model_dump(exclude_defaults=True) or True for one in (owner.settings, settings))
+    context = next((state.context for state in earlier.values()), None)
+    if context is None:
+        return ModelContext(settings)
+    if context.settings != settings:
+        theirs, ours = (one.model_dump(exclude_defaults=True) or True for one in (context.settings, settings))
         raise ConflictError(
             f"The model is patched with use_fast_kernels: {theirs}, and now {ours} is asked for. Say the same in both "
             f"places, or call slothplug.unpatch(model) first. The model was not changed."
         )
-    return owner
+    return context
+
+
+def _guard_of(earlier: Mapping[nn.Module, Served[Any, Any] | Outermost]) -> Guard:
+    """The guard of an earlier patch of the model, or a new one."""
+    return next((state.guard for state in earlier.values() if isinstance(state, Outermost)), None) or Guard()
 
 
 def _home(core: nn.Module) -> torch.device:
     """The device of the model's first weight that is loaded; ``cpu`` where none is."""
     return next((weight.device for weight in core.parameters() if not weight.is_meta), torch.device("cpu"))
-
-
-@contextmanager
-def _stock_modes(device: torch.device) -> Iterator[None]:
-    """Modes in which probes run, whatever the caller's: gradients on, no inference mode, no autocast, no TF32."""
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-        full_float32_products(),
-    ):
-        yield
 
 
 def _judge_versions(model: nn.Module) -> Iterator[str]:
@@ -211,8 +195,8 @@ def _judge_backend(core: nn.Module, settings: Settings) -> Iterator[str]:
 
 
 def _proved_sites(
-    core: nn.Module, settings: Settings, report: Report, earlier: Mapping[nn.Module, Served]
-) -> Iterator[Site]:
+    core: nn.Module, settings: Settings, report: Report, earlier: Mapping[nn.Module, Served[Any, Any] | Outermost]
+) -> Iterator[Site[Any]]:
     """Yields the sites to patch; enters into the report those that are left, and those that an earlier patch serves."""
     claimed: set[tuple[nn.Module, str]] = set()
     served_by = {module: state.op for module, state in earlier.items() if isinstance(state, Served)}
@@ -223,61 +207,78 @@ def _proved_sites(
             claimed.add((item.module, item.op))
             server = served_by.get(item.module)
             if isinstance(item, Left):
-                _leave(report, item.op, item.name, item.module, item.reason, item.excused)
-            elif server == item.op:
-                _enter(report, item, earlier[item.module].calls)
+                _leave(report, item)
+            elif isinstance(state := earlier.get(item.module), Served) and server == item.op:
+                _enter(report, item, state.calls)
             elif server is not None:
-                _leave(report, item.op, item.name, item.module, f"{server} serves this module", excused=True)
-            elif reason := why_not_touchable(item.module) or _verdict(item, settings):
-                _leave(report, item.op, item.name, item.module, reason)
+                _leave(report, _left(item, Refusal(f"{server} serves this module", excused=True)))
+            elif refusal := why_not_touchable(item.module) or _verdict(item, settings):
+                _leave(report, _left(item, refusal))
             else:
                 served_by[item.module] = item.op
                 yield item
 
 
-def _verdict(site: Site, settings: Settings) -> str | None:
+def _verdict(site: Site[Any], settings: Settings) -> Refusal | None:
     """Why the probe refuses ``site``, or None; compares each verdict key once a process."""
     # The class's forward is part of it: somebody may have replaced that one since.
-    forward = stock_class(site.module).forward
-    key = (site.op, site.verdict_key, site.kernel.name, site.kernel.backend, site.device.type, forward)
+    forward, device = stock_class(site.module).forward, device_of(site.module)
+    key = (site.op, site.verdict_key, site.kernel.name, site.kernel.backend, device.type, forward)
     if not settings.verify:
         return None
     if key not in _verdicts:
         with preserved_rng():
             try:
-                reason = site.prove()
-                _verdicts[key] = f"kernel {site.kernel.name}: {reason}" if reason else None
+                refusal = site.prove()
             except Exception as error:  # a probe that cannot run is a site that cannot be proved, this time
-                return f"its probe failed: {type(error).__name__}: {error}"
+                return Refusal(f"its probe failed: {type(error).__name__}: {error}")
+        _verdicts[key] = refusal and refusal.within(f"kernel {site.kernel.name}")
     return _verdicts[key]
 
 
-def _serve(site: Site, owner: Owner, report: Report) -> None:
+def _serve(site: Site[Any], context: ModelContext, operation: Operation, report: Report) -> None:
     calls = Calls()
     state = Served(
         op=site.op,
         name=site.name,
-        params=site.params,
+        spec=site.spec,
         kernel=site.kernel.function,
-        device_type=site.device.type,
+        device_type=device_of(site.module).type,
         original=stock_class(site.module).forward,
-        owner=owner,
+        context=context,
+        shared=None if operation.shared is None else context.shared(operation.shared),
         calls=calls,
+        bind=site.bind,
     )
     take(site.module, lambda base: with_forward(base, site.fast), state)  # type: ignore[arg-type]
-    owner.counts_labels |= site.op == "head"
     _enter(report, site, calls)
 
 
-def _enter(report: Report, site: Site, calls: Calls) -> None:
+def _mark_subsumed(sites: list[Site[Any]], report: Report) -> None:
+    """Links the report's entries of subsumed modules to the entries of the sites that subsume them."""
+    entries = {(entry.op, entry.name): entry for entry in report.sites}
+    by_module = {site.module: entries[site.op, site.name] for site in sites}
+    for site in sites:
+        for module in site.subsumes:
+            if module in by_module:
+                by_module[module].within = by_module[site.module]
+
+
+def _enter(report: Report, site: Site[Any], calls: Calls) -> None:
     class_name = stock_class(site.module).__name__
     report.sites.append(
         SiteReport(site.op, site.name, class_name, "fused", site.kernel.name, site.kernel.backend, calls=calls)
     )
 
 
-def _leave(report: Report, op: str, name: str, module: nn.Module, reason: str, excused: bool = False) -> None:
-    report.sites.append(SiteReport(op, name, stock_class(module).__name__, "left", reason=reason, excused=excused))
+def _left(site: Site[Any], refusal: Refusal) -> Left:
+    return Left(site.op, site.name, site.module, refusal)
+
+
+def _leave(report: Report, left: Left) -> None:
+    reason, excused = left.refusal
+    class_name = stock_class(left.module).__name__
+    report.sites.append(SiteReport(left.op, left.name, class_name, "left", reason=reason, excused=excused))
 
 
 def _conclude(report: Report, core: nn.Module) -> None:

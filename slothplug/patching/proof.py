@@ -7,11 +7,11 @@ shows in rows of rms 1e-3 and a wrong cast order in a half-precision dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
+
+from slothplug.patching.sites import Refusal
 
 PROBE_RMS = (1e-3, 1.0, 1e3)
 """Row scales of a probe's activations."""
@@ -22,66 +22,13 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5, torch.float16: 6e-3, to
 Function = Callable[..., torch.Tensor | Sequence[torch.Tensor]]
 
 
-@contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Seeds for a probe; afterwards the generators of the CPU and of every GPU are where they were."""
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
-        seed_generators(0)
-        yield
-
-
-@contextmanager
-def full_float32_products() -> Iterator[None]:
-    """No TF32, nor bfloat16 on CPUs, for products of float32: two ways to one result differ by 1e-3 with it.
-
-    Trainers allow it for a whole run (Axolotl wherever the GPU has it, transformers with ``tf32=True``).
-    """
-    matmuls: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    matmuls = tuple(matmul for matmul in matmuls if hasattr(matmul, "fp32_precision"))
-    precision = _float32_matmul_precision()
-    before: list[tuple[Any, str]] = []
-    try:
-        if precision is not None:
-            before += [(matmul, matmul.fp32_precision) for matmul in matmuls]
-            torch.set_float32_matmul_precision("highest")
-        # What all inherit from comes first: a switch that inherits is off with it, and must go on inheriting.
-        for switch in (torch.backends, *matmuls) if matmuls else ():
-            if switch.fp32_precision != "ieee":
-                before.insert(0, (switch, switch.fp32_precision))
-                switch.fp32_precision = "ieee"
-        yield
-    finally:
-        if precision is not None:
-            torch.set_float32_matmul_precision(precision)
-        for switch, value in before:
-            switch.fp32_precision = value
-
-
-def _float32_matmul_precision() -> str | None:
-    """None where the newer switches were used, which torch does not let one mix with this."""
-    try:
-        return str(torch.get_float32_matmul_precision())
-    except RuntimeError:
-        return None
-
-
-def seed_generators(seed: int) -> None:
-    """Seeds the CPU, and every GPU that is in use.
-
-    ``torch.manual_seed`` would also leave an order to seed the GPUs once CUDA starts, in place of the user's own.
-    """
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
 def difference(
     candidate: Function,
     original: Function,
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     computed_in: torch.dtype | None = None,
-) -> str | None:
+) -> Refusal | None:
     """Why ``candidate`` is not ``original``, or None where they agree.
 
     Both are called with ``inputs`` and may read ``weights``, tensors that require grad and that both share. Outputs are
@@ -90,16 +37,15 @@ def difference(
     under autocast.
 
     Returns:
-        A sentence that names the tensor and the size of the difference.
+        A refusal that names the tensor and the size of the difference; None where they agree.
     """
     wanted = [tensor for tensor in (*inputs, *weights) if tensor.requires_grad]
     ours, stock = _run(candidate, inputs), _run(original, inputs)
     if len(ours) != len(stock):
-        return f"{len(ours)} outputs where the original has {len(stock)}"
+        return Refusal(f"{len(ours)} outputs where the original has {len(stock)}")
     for index, (got, expected) in enumerate(zip(ours, stock, strict=True)):
-        reason = _unequal(f"output {index}", got, expected, computed_in)
-        if reason:
-            return reason
+        if refusal := _unequal(f"output {index}", got, expected, computed_in):
+            return refusal
     if not wanted:
         return None
     projections = [torch.randn_like(tensor) for tensor in stock]
@@ -107,10 +53,11 @@ def difference(
     stock_grads = torch.autograd.grad(stock, wanted, projections, allow_unused=True)
     for index, (got, expected) in enumerate(zip(our_grads, stock_grads, strict=True)):
         if (got is None) != (expected is None):
-            return f"gradient {index}: {'missing' if got is None else 'present'}, unlike the original's"
-        reason = got is not None and expected is not None and _unequal(f"gradient {index}", got, expected, computed_in)
-        if reason:
-            return reason
+            return Refusal(f"gradient {index}: {'missing' if got is None else 'present'}, unlike the original's")
+        if got is None or expected is None:
+            continue
+        if refusal := _unequal(f"gradient {index}", got, expected, computed_in):
+            return refusal
     return None
 
 
@@ -119,18 +66,20 @@ def _run(function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [output] if isinstance(output, torch.Tensor) else list(output)
 
 
-def _unequal(name: str, got: torch.Tensor, expected: torch.Tensor, computed_in: torch.dtype | None) -> str | None:
+def _unequal(name: str, got: torch.Tensor, expected: torch.Tensor, computed_in: torch.dtype | None) -> Refusal | None:
     if got.shape != expected.shape:
-        return f"{name}: shape {tuple(got.shape)} where the original has {tuple(expected.shape)}"
+        return Refusal(f"{name}: shape {tuple(got.shape)} where the original has {tuple(expected.shape)}")
     if got.dtype != expected.dtype:
-        return f"{name}: dtype {got.dtype} where the original has {expected.dtype}"
+        return Refusal(f"{name}: dtype {got.dtype} where the original has {expected.dtype}")
     scale = expected.detach().double().abs()
     scale = scale.amax(-1, keepdim=True) if scale.ndim else scale
     error = ((got - expected).detach().double().abs() / scale.clamp_min(1e-30)).max().item()
     tolerance = max(_TOLERANCE[expected.dtype], _TOLERANCE[computed_in or expected.dtype])
     if error <= tolerance:
         return None
-    return f"{name} differs from the original's by {error:.1e} of its row's largest value (allowed: {tolerance:.0e})"
+    return Refusal(
+        f"{name} differs from the original's by {error:.1e} of its row's largest value (allowed: {tolerance:.0e})"
+    )
 
 
 def probe_rows(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

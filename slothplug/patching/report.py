@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from slothplug.patching.private_class import check_undoable, give_back
-from slothplug.patching.sites import Calls
+from slothplug.patching.served import Calls
 from slothplug.settings import Settings
 
 
@@ -28,6 +28,13 @@ class SiteReport:
     reason: str = ""
     excused: bool = False
     calls: Calls = field(default_factory=Calls)
+    within: SiteReport | None = None
+    """The fused site that computes this one's share as well, whenever it serves."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether a call of this module was served, by itself or by the site that it is within."""
+        return bool(self.calls.served) or (self.within is not None and self.within.answered)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -107,7 +114,7 @@ class Report:
         found = {}
         for op, sites in self.by_op().items():
             fused = [site for site in sites if site.status == "fused"]
-            if fused and not any(site.calls.served for site in fused):
+            if fused and not any(site.answered for site in fused):
                 reasons = sorted({reason for site in fused for reason in site.calls.fallbacks})
                 found[op] = "; ".join(reasons) or "never called"
         return found

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import slothplug
-from slothplug.patching.ops.rotary.forward import rotary_functions
+from slothplug.ops.rotary.forward import rotary_functions
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.report import Report, SiteReport
 from slothplug.patching.unwrap import wrappers_and_core

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slothplug.plugins import BUILT_IN
+from slothplug.ops import BUILT_IN
 
 TIMEOUT_SECONDS = 400
 MEMORY_BYTES = 12 << 30
@@ -20,7 +20,7 @@ _PRELOAD = [
     "transformers.models.auto.modeling_auto",
     "peft",
     "tests.architectures.one",
-    *(f"slothplug.patching.ops.{name}" for name in BUILT_IN),
+    *(f"slothplug.ops.{name}" for name in BUILT_IN),
 ]
 
 

@@ -5,8 +5,9 @@ from functools import partial
 import torch
 
 from slothplug import hookimpl
+from slothplug.patching.predicates import device_of, dtype_of
 from slothplug.patching.proof import difference, probe_rows
-from slothplug.patching.sites import Kernel, Site, device_of, dtype_of
+from slothplug.patching.sites import Kernel, Site
 from slothplug.patching.twin import twin
 from slothplug.plugins import kernel_for
 
@@ -36,7 +37,7 @@ def slothplug_find_sites(model, settings):
 
 
 def fast(module, served, x):
-    return served.calls.serve(served.kernel(x, module.log_weight.exp(), served.params))
+    return served.calls.serve(served.kernel(x, module.log_weight.exp(), served.spec))
 
 
 def prove(module, kernel):

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from slothplug.integrations.hf import FastKernelsCallback
 from slothplug.patching.private_class import is_patched
-from slothplug.patching.sites import STATE
+from slothplug.patching.served import STATE
 from tests.equal_runs import assert_equal_runs
 from tests.tiny_on_disk import write as write_files
 

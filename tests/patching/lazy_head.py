@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
-from slothplug.patching.deferred import Product
-from slothplug.patching.lazy_logits import LazyLogits, put_off
-from slothplug.patching.readers import Readers
-from slothplug.patching.sites import Calls
+from slothplug.ops.head.lazy_logits import LazyLogits, put_off
+from slothplug.ops.head.lazy_value import Product
+from slothplug.ops.head.statistics_policy import Readers
+from slothplug.patching.served import Calls
 from tests.patching.device import DEVICE, cpu_only
 
 B, T, H, V = 2, 5, 8, 11

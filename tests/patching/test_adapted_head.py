@@ -16,11 +16,11 @@ from torch import nn
 import slothplug
 from slothplug.exactness import Exactness
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
-from slothplug.patching.deferred import Product
-from slothplug.patching.lazy_logits import put_off
-from slothplug.patching.ops.adapted_head import low_rank_of, parts_of
-from slothplug.patching.readers import Readers
-from slothplug.patching.sites import Calls
+from slothplug.ops.head.adapter import low_rank_of, parts_of
+from slothplug.ops.head.lazy_logits import put_off
+from slothplug.ops.head.lazy_value import Product
+from slothplug.ops.head.statistics_policy import Readers
+from slothplug.patching.served import Calls
 from tests.patching.adapted_heads import adapt, assert_trained, build, pair, seeded_step
 from tests.patching.device import DEVICE
 from tests.patching.heads import IDS, LABELS, assert_same, head_of, make, step

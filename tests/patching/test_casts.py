@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slothplug
-from slothplug.patching.sites import STATE
+from slothplug.patching.served import STATE
 from tests.patching.device import DEVICE
 
 pytestmark = pytest.mark.core
@@ -147,9 +147,9 @@ def test_a_deep_copy_casts_its_own_factors(adapted: nn.Module) -> None:
     slothplug.patch(adapted, {"ops": ["lora"]})
     duplicate = copy.deepcopy(adapted)
     states = [module.__dict__[STATE] for module in duplicate.modules() if STATE in module.__dict__]
-    owners = {state.owner for state in states}
+    owners = {state.context for state in states}
     assert len(owners) == 1, "the layers and the outermost model"
-    assert owners.isdisjoint(module.__dict__[STATE].owner for module in adapted.modules() if STATE in module.__dict__)
+    assert owners.isdisjoint(module.__dict__[STATE].context for module in adapted.modules() if STATE in module.__dict__)
     for model in (adapted, duplicate):
         step(model)
     with CountCasts() as casts:

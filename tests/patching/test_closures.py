@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from slothplug.patching.closures import chain, global_names, rebuild
+from slothplug.patching.rebind_globals import chain, global_names, rebuild
 
 LIMIT, OTHER = 10, 20
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import slothplug
 from slothplug.kernels.lora import Packed
-from slothplug.patching.ops.lora.four_bit import why_not_dtypes
-from slothplug.patching.sites import STATE
+from slothplug.ops.peft_lora.four_bit import why_not_dtypes
+from slothplug.patching.served import STATE
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, assert_same_step, step, tiny
 from tests.patching.device import DEVICE, cpu_only

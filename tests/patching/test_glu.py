@@ -13,8 +13,9 @@ from torch.nn import functional
 
 import slothplug
 from slothplug.kernels.glu import glu
-from slothplug.patching.ops.glu.gated_mlp import GatedMLP
-from slothplug.patching.sites import STATE, Kernel
+from slothplug.ops.glu.gated_mlp import GatedMLP
+from slothplug.patching.served import STATE
+from slothplug.patching.sites import Kernel
 from tests.patching.architectures import ARCHITECTURES, IDS, assert_same_step, step, tiny
 
 NO_GATE = {"gpt_neox"}
@@ -55,7 +56,7 @@ def glu_report(model: nn.Module, **settings: Any) -> slothplug.Report:
 
 
 def learnt(module: nn.Module) -> GatedMLP:
-    mlp: GatedMLP = module.__dict__[STATE].params
+    mlp: GatedMLP = module.__dict__[STATE].spec
     return mlp
 
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import slothplug
-from slothplug.patching.sites import STATE
+from slothplug.patching.served import STATE
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, LABELS, assert_same_step, step, tiny
 from tests.patching.device import DEVICE

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import slothplug
 from slothplug.errors import StaleLogitsError
-from slothplug.patching import deferred
+from slothplug.ops.head import lazy_value as deferred
 from tests.patching.device import DEVICE
 from tests.patching.heads import IDS, LABELS, assert_same, head_of, make, patched
 

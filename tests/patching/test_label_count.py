@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slothplug
-from slothplug.patching import label_count
-from slothplug.patching.label_count import Bound, LabelCount
+from slothplug.ops.head import label_count
+from slothplug.ops.head.label_count import Bound, LabelCount
 
 LABELS = torch.tensor([-100, -100, 3, 4, -100, 5])
 

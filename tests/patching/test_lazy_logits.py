@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from slothplug.exactness import assert_as_exact
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
-from slothplug.patching.deferred import Product
-from slothplug.patching.lazy_logits import put_off
-from slothplug.patching.readers import Readers
-from slothplug.patching.sites import Calls
+from slothplug.ops.head.lazy_logits import put_off
+from slothplug.ops.head.lazy_value import Product
+from slothplug.ops.head.statistics_policy import Readers
+from slothplug.patching.served import Calls
 from tests.patching.device import DEVICE
 from tests.patching.lazy_head import LABELS, B, Head, T, V, assert_close
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from slothplug import StaleLogitsError
-from slothplug.patching.lazy_logits import LazyLogits
+from slothplug.ops.head.lazy_logits import LazyLogits
 from tests.patching.lazy_head import LABELS, Head, V
 
 

@@ -100,7 +100,7 @@ def test_a_probe_that_could_not_run_is_tried_again(
             raise torch.OutOfMemoryError("no memory")
         return difference(*args)
 
-    monkeypatch.setattr("slothplug.patching.ops.rms_norm.difference", prove)
+    monkeypatch.setattr("slothplug.ops.rms_norm.difference", prove)
     report = slothplug.patch(tiny_llama(), {"ops": ["rms_norm", "glu"]})
     assert {site.op for site in report.fused} == {"glu"}
     assert all("its probe failed: OutOfMemoryError" in site.reason for site in report.left)
@@ -128,7 +128,7 @@ def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch:
         allowed.append(torch.backends.cuda.matmul.allow_tf32)
         return difference(*args)
 
-    monkeypatch.setattr("slothplug.patching.ops.head.difference", prove)
+    monkeypatch.setattr("slothplug.ops.head.difference", prove)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         report = slothplug.patch(tiny_llama())
@@ -146,7 +146,7 @@ def test_products_go_on_inheriting_their_precision() -> None:
         pytest.skip("this torch has no hierarchy of precisions")
     script = """
         import torch
-        from slothplug.patching.proof import full_float32_products
+        from slothplug.patching.precision import full_float32_products
         torch.backends.fp32_precision = "tf32"
         with full_float32_products():
             print(torch.backends.cuda.matmul.fp32_precision)
@@ -184,9 +184,9 @@ def test_every_action_at_the_end_of_a_call_runs(tiny_llama: Callable[..., nn.Mod
     ran = []
 
     def record(module: nn.Module, args: object) -> None:
-        from slothplug.patching.call import current_call
+        from slothplug.patching.forward_context import current_forward
 
-        call = current_call(module.__dict__["_slothplug"].owner)
+        call = current_forward(module.__dict__["_slothplug"].context)
         assert call is not None
         call.at_end[:0] = [lambda: 1 / 0, lambda: ran.append("second")]
 

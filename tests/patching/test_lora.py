@@ -11,7 +11,7 @@ import torch
 import slothplug
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.lora import lora_linear
-from slothplug.patching.ops import lora
+from slothplug.ops import lora
 from slothplug.patching.sites import Kernel
 from slothplug.plugins import plugin_manager
 from tests.patching.lora_models import (

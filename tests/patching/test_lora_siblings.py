@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from slothplug.patching import siblings
-from slothplug.patching.sites import STATE
+from slothplug.ops.lora import siblings
+from slothplug.patching.served import STATE
 from tests.patching.device import DEVICE
 from tests.patching.lora_models import IDS, PROJECTIONS, assert_equal, fallbacks, layer, pair, step
 
@@ -184,8 +184,8 @@ def test_a_deep_copy_uses_its_own_weights_and_siblings() -> None:
     for one in (fast, duplicate):
         names = ("q_proj", "k_proj", "v_proj")
         own = [layer(one, f"layers.0.self_attn.{name}") for name in names]
-        group = own[0].__dict__[STATE].params.group
-        assert all(module.__dict__[STATE].params.group is group for module in own)
+        group = own[0].__dict__[STATE].spec.group
+        assert all(module.__dict__[STATE].spec.group is group for module in own)
         assert [reference() for reference in group.modules] == own
 
 

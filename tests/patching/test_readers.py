@@ -13,8 +13,8 @@ from torch import nn
 import slothplug
 from slothplug.kernels.cross_entropy import RowStatistics
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
-from slothplug.patching.deferred import Product
-from slothplug.patching.sites import STATE, Calls
+from slothplug.ops.head.lazy_value import Product
+from slothplug.patching.served import STATE, Calls
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, LABELS, assert_same_step, tiny
 from tests.patching.device import DEVICE

@@ -15,7 +15,7 @@ import slothplug
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels import backend
 from slothplug.patching.private_class import is_patched
-from slothplug.patching.sites import Left, Operation
+from slothplug.patching.sites import Left, Operation, Refusal
 from slothplug.plugins import plugin_manager
 from tests.patching.device import cpu_only
 
@@ -97,7 +97,7 @@ class SumOfSquares:
     @hookimpl
     def slothplug_find_sites(self, model: nn.Module) -> list[Left]:
         norms = [(name, module) for name, module in model.named_modules() if "Norm" in type(module).__name__]
-        return [Left("sum_of_squares", name, module, "not today", excused=True) for name, module in norms]
+        return [Left("sum_of_squares", name, module, Refusal("not today", excused=True)) for name, module in norms]
 
 
 def test_a_module_left_by_one_operation_is_served_by_another(tiny_llama: Callable[..., nn.Module]) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import slothplug
-from slothplug.patching.ops.rotary.recognition import identify
-from slothplug.patching.sites import STATE, Refusal
+from slothplug.ops.rotary.recognition import identify
+from slothplug.patching.served import STATE
+from slothplug.patching.sites import Refusal
 from tests.patching.rotary import rotary_report
 
 # Rotary functions
@@ -363,7 +364,7 @@ def test_decorators_are_kept() -> None:
         got = module(x, old_scale=3.0)
     assert torch.allclose(got, stock(x, scale=3.0), atol=1e-5)
     assert report.fused[0].calls.served == 2
-    rebuilt = module.__dict__[STATE].params.forward
+    rebuilt = module.__dict__[STATE].spec.forward
     assert rebuilt.marker == "kept"
     assert rebuilt.__wrapped__ is not Decorated.forward.__wrapped__
     assert rebuilt.__wrapped__.__wrapped__.__globals__["remote_rotary"] is not remote_rotary

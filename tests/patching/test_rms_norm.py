@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import slothplug
-from slothplug.patching.sites import STATE, Calls
+from slothplug.patching.served import STATE, Calls
 from tests.patching.device import DEVICE, cpu_only
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 import slothplug
-from slothplug.patching.ops.rotary.recognition import identify
-from slothplug.patching.proof import preserved_rng
-from slothplug.patching.sites import STATE, Calls
-from slothplug.patching.twin import Settled, fingerprint, twin
+from slothplug.ops.rotary.recognition import identify
+from slothplug.patching.fingerprint import Settled, fingerprint
+from slothplug.patching.precision import preserved_rng
+from slothplug.patching.served import STATE, Calls
+from slothplug.patching.twin import twin
 
 
 class MLP(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slothplug.integrations.hf.throughput import Throughput
-from slothplug.patching.ops.head import trl_computes_the_loss
+from slothplug.ops.head import trl_computes_the_loss
 from slothplug.patching.patch import patch
 from slothplug.patching.report import Report
 from slothplug.patching.unwrap import wrappers_and_core

@@ -1,0 +1,195 @@
+"""Eligibility, decided once for each outermost call: one sweep over what the decisions were made from.
+
+A served module whose operation has a ``Bind`` is asked once what its calls may take for granted: which adapter is
+active, which tensors it multiplies by, that nobody put hooks on it. The operation reads every mutable thing that its
+answer depends on through a ``Watch``. What the watches of a whole model saw is a ``Binding``. When the model is called,
+the ``Guard`` compares all of it with what is there now, in a few passes that run in C, and the answers stand exactly
+while nothing differs. A ``Binding`` is never changed: two calls that have the same one found the same state.
+
+Nothing is bound in a recompute or where a part of the model is called by itself, since no outermost call is in progress
+there, and nothing where foreign hooks may change the model inside the call. Modules decide for themselves then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence, Sized
+from operator import contains, getitem, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from slothplug.patching.served import STATE, Served
+
+_INERT_HOOKS = "transformers."
+"""Hooks from here do not change what a module is: ``enable_input_require_grads`` marks an output."""
+
+
+class Watch:
+    """Notes what is read from a model, so that ``Binding.holds`` can compare it later."""
+
+    def __init__(self) -> None:
+        self._containers: list[Any] = []
+        self._keys: list[Any] = []
+        self._values: list[object] = []
+        self._without: list[Mapping[Any, Any]] = []
+        self._absent: list[Any] = []
+        self._empty: list[Sized] = []
+        self._sized: list[Sized] = []
+        self._sizes: list[int] = []
+        self._objects: list[object] = []
+        self._types: list[type] = []
+        self._tensors: list[torch.Tensor] = []
+
+    def item(self, container: Mapping[Any, Any] | Sequence[Any], key: Any) -> Any:
+        """``container[key]``, compared by identity."""
+        value: object = container[key]
+        self._containers.append(container)
+        self._keys.append(key)
+        self._values.append(value)
+        return value
+
+    def absent(self, container: Mapping[Any, Any], key: Any) -> bool:
+        """Whether ``key`` is not in ``container``; noted where that is so."""
+        if key in container:
+            return False
+        self._without.append(container)
+        self._absent.append(key)
+        return True
+
+    def empty(self, container: Sized) -> bool:
+        """Whether ``container`` is empty; noted where that is so."""
+        if len(container):
+            return False
+        self._empty.append(container)
+        return True
+
+    def size(self, container: Sized) -> int:
+        """``len(container)``."""
+        self._sized.append(container)
+        self._sizes.append(len(container))
+        return len(container)
+
+    def type_of(self, value: object) -> type:
+        """The class of ``value``, compared by identity."""
+        self._objects.append(value)
+        self._types.append(type(value))
+        return type(value)
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``: its address and dtype are compared, which ``.data = ...`` and ``.to()`` change."""
+        self._tensors.append(tensor)
+        return tensor
+
+    def unhooked(self, module: nn.Module) -> bool:
+        """Whether ``module``, which is part of the model, has no hooks and its own forward; noted where that is so."""
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:  # these are noted for every module of the model
+            return False
+        return (
+            self.empty(own["_backward_hooks"])
+            and self.empty(own["_backward_pre_hooks"])
+            and self.absent(own, "forward")
+        )
+
+
+class Binding:
+    """The state of a model in which its modules' facts hold.
+
+    Attributes:
+        token: what ``Served.bound`` holds in the binding's place. A binding refers to the modules' own ``__dict__``,
+            and a state that referred to the binding would close a cycle, which keeps a deleted model's memory.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.token = object()
+        self._watch = watch
+        self._addresses = [tensor.data_ptr() for tensor in watch._tensors]
+        self._dtypes = [tensor.dtype for tensor in watch._tensors]
+
+    def holds(self) -> bool:
+        """Whether everything is what it was when the facts were bound. Reads only; no device is asked."""
+        seen = self._watch
+        try:
+            return (
+                all(map(is_, map(getitem, seen._containers, seen._keys), seen._values))
+                and not any(seen._empty)
+                and list(map(len, seen._sized)) == seen._sizes
+                and all(map(is_, map(type, seen._objects), seen._types))
+                and not any(map(contains, seen._without, seen._absent))
+                and list(map(_address, seen._tensors)) == self._addresses
+                and all(map(is_, map(_dtype, seen._tensors), self._dtypes))
+            )
+        except (KeyError, IndexError):  # something that was read is gone
+            return False
+
+
+_address = torch.Tensor.data_ptr
+_dtype = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+class Guard:
+    """Gives each outermost call of one patched model the binding that holds for it.
+
+    A state that one call has and the next has not (``with model.disable_adapter():``) costs no new binding: a model is
+    bound anew when two calls in a row differ from what was bound.
+    """
+
+    __slots__ = ("_binding", "_differed")
+
+    def __init__(self) -> None:
+        self._binding: Binding | None = None
+        self._differed = False
+
+    def __deepcopy__(self, memo: MutableMapping[int, Any]) -> Guard:
+        duplicate = memo[id(self)] = Guard()
+        return duplicate
+
+    def forget(self) -> None:
+        """Drops the binding, for a patch that serves more modules than before."""
+        self._binding, self._differed = None, False
+
+    def check(self, root: nn.Module) -> Binding | None:
+        """The binding for a call of ``root``; None where modules are to decide for themselves."""
+        if "_is_replica" in root.__dict__ or torch_module._has_any_global_hook():
+            return None
+        if self._binding is not None:
+            if self._binding.holds():
+                self._differed = False
+                return self._binding
+            if not self._differed:
+                self._differed = True
+                return None
+        self._differed = False
+        self._binding = _bind(root)
+        return self._binding
+
+
+def _bind(root: nn.Module) -> Binding | None:
+    """Asks every served module below ``root`` for its facts; None where none has any or foreign hooks are there."""
+    watch = Watch()
+    facts: list[tuple[Served[Any, Any], Any]] = []
+    for module in root.modules():
+        own = module.__dict__
+        for hooks in (own["_forward_pre_hooks"], own["_forward_hooks"]):
+            if watch.empty(hooks):
+                continue
+            if not all(map(_is_inert, hooks.values())):
+                return None
+            watch.size(hooks)
+        for name, child in own["_modules"].items():
+            served = None if child is None else child.__dict__.get(STATE)
+            if isinstance(served, Served) and served.bind is not None:
+                watch.item(own["_modules"], name)
+                facts.append((served, served.bind(child, served, watch)))
+    if not facts:
+        return None
+    binding = Binding(watch)
+    for served, found in facts:
+        served.bound = binding.token, found
+    return binding
+
+
+def _is_inert(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(_INERT_HOOKS)

@@ -1,0 +1,127 @@
+"""The outermost call of a patched model: which model, with which labels, and what to do when the call ends.
+
+The patched model and its wrappers (PEFT's) get a private class that overrides ``__call__`` and leaves ``forward``
+alone: the Trainer reads ``forward``'s signature, accelerate and TRL replace it, and autocast lives there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slothplug.patching.eligibility import Binding, Guard
+from slothplug.patching.model_context import ModelContext
+from slothplug.patching.private_class import private
+from slothplug.patching.served import STATE, Served
+
+
+class ForwardContext:
+    """One outermost call in progress.
+
+    Attributes:
+        context: the patched model that is called.
+        labels: the argument ``labels``; None where the call has none.
+        binding: what the sweep found unchanged; None where each module decides for itself.
+        notes: what shared states of the model keep for the length of this call, by state.
+        failed: True if the call ended by an exception.
+        at_end: run in order when the call ends, also when it raises; each gets no argument.
+    """
+
+    __slots__ = ("__weakref__", "at_end", "binding", "context", "failed", "labels", "notes")
+
+    def __init__(self, context: ModelContext, labels: torch.Tensor | None, binding: Binding | None) -> None:
+        self.context, self.labels, self.binding, self.failed = context, labels, binding, False
+        self.notes: dict[object, Any] = {}
+        self.at_end: list[Callable[[], None]] = []
+
+
+class _Active(threading.local):
+    forward: ForwardContext | None = None
+
+
+_active = _Active()
+
+
+def current_forward(context: ModelContext) -> ForwardContext | None:
+    """The outermost call in progress on this thread, if it is one of the patched model ``context``."""
+    forward = _active.forward
+    return forward if forward is not None and forward.context is context else None
+
+
+def facts_of(served: Served[Any, Any]) -> Any:
+    """What the outermost call in progress may take for granted about a served module; None where nothing is.
+
+    The answer is that of the operation's ``Bind``, a ``Refusal`` included.
+    """
+    forward, bound = _active.forward, served.bound
+    if forward is None or bound is None or forward.binding is None or forward.binding.token is not bound[0]:
+        return None
+    return bound[1]
+
+
+class Outermost:
+    """State of a model, or of a wrapper around it, whose calls open a ``ForwardContext``."""
+
+    __slots__ = ("context", "guard")
+
+    def __init__(self, context: ModelContext, guard: Guard) -> None:
+        self.context, self.guard = context, guard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Outermost:
+        return Outermost(copy.deepcopy(self.context, memo), copy.deepcopy(self.guard, memo))
+
+
+@functools.cache
+def with_call(base: type[nn.Module]) -> type[nn.Module]:
+    """The private subclass of ``base`` whose ``__call__`` opens a ``ForwardContext`` where its model has none open."""
+    labels_at = _position_of_labels(base)
+    plain_call = base.__call__
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: Outermost | None = self.__dict__.get(STATE)
+        if state is None or torch.compiler.is_compiling():
+            return plain_call(self, *args, **kwargs)
+        outer = _active.forward
+        if outer is not None and outer.context is state.context:
+            return plain_call(self, *args, **kwargs)
+        labels = kwargs.get("labels")
+        if labels is None and labels_at is not None and len(args) > labels_at:
+            labels = args[labels_at]
+        forward = _active.forward = ForwardContext(state.context, labels, state.guard.check(self))
+        try:
+            state.context.begin(forward)
+            return plain_call(self, *args, **kwargs)
+        except BaseException:
+            forward.failed = True
+            raise
+        finally:
+            _active.forward = outer
+            # Actions hold the context, and what it made: kept beyond its end, they would wait for the cycle collector.
+            actions, forward.at_end = forward.at_end, []
+            _run(actions, forward.failed)
+
+    return private(base, {"__call__": __call__})
+
+
+def _run(actions: list[Callable[[], None]], failed: bool) -> None:
+    """Runs every action; then raises what the first failing one raised, unless the call has its own exception."""
+    errors = []
+    for action in actions:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+    if errors and not failed:
+        raise errors[0]
+
+
+def _position_of_labels(base: type[nn.Module]) -> int | None:
+    names = list(inspect.signature(base.forward).parameters)
+    return names.index("labels") - 1 if "labels" in names else None

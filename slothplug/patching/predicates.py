@@ -1,0 +1,79 @@
+"""Questions about modules and tensors, whatever the operation."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from slothplug.patching.sites import Refusal
+
+OTHER_ARGUMENTS = Refusal("called with other arguments than its input")
+"""For a call that passes more than the activations, or passes the activations by name."""
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter or buffer; ``cpu`` where it has none."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of a module's first floating-point parameter; float32 where it has none."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.float32
+
+
+def plain(tensor: object) -> TypeGuard[torch.Tensor]:
+    """True for an ordinary dense tensor: no DTensor, quantised or lazy subclass."""
+    return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
+
+
+def hooked(module: nn.Module) -> bool:
+    """True if the module has hooks, global hooks exist, or ``forward`` is overridden on the instance."""
+    own = module.__dict__
+    return bool(
+        torch_module._has_any_global_hook()
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+    )
+
+
+def why_not_input(x: object, device_type: str) -> Refusal | None:
+    """Why no kernel for ``device_type`` may be called with the activations ``x``, whatever the operation."""
+    if not plain(x):
+        return Refusal(f"input of type {type(x).__name__}")
+    if not x.is_floating_point():
+        return Refusal(f"input of {x.dtype}")
+    if x.device.type != device_type:
+        return Refusal(f"input on {x.device.type}, patched for {device_type}")
+    return None
+
+
+def why_not_touchable(module: nn.Module, known: tuple[type, ...] = ()) -> Refusal | None:
+    """Why a module's forward cannot be taken over, whatever it computes; None where it can.
+
+    ``known`` are types of weights that the caller can read, beside plain tensors.
+    """
+    if "forward" in module.__dict__:
+        return Refusal("its forward was replaced on the instance by somebody else")
+    if hasattr(module, "_hf_hook"):
+        return Refusal("accelerate's device hooks wrap its forward")
+    if hasattr(module, "parametrizations"):
+        return Refusal("its weights are parametrized")
+    for tensor in module.parameters(recurse=False):
+        if tensor.is_meta:
+            return Refusal("its weights are on the meta device")
+        if hasattr(tensor, "ds_id"):
+            return Refusal("its weights are partitioned by ZeRO-3")
+        if not plain(tensor) and type(tensor) not in known:
+            return Refusal(f"its weights are of type {type(tensor).__name__}")
+    return None

@@ -1,0 +1,99 @@
+"""What a served module carries in its ``__dict__``: all that its fast forward needs beside the module itself."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from slothplug.patching.model_context import ModelContext, SharedState
+from slothplug.patching.sites import Bind, Refusal, Spec
+
+STATE = "_slothplug"
+"""Key in a served module's ``__dict__`` under which its ``Served`` lies."""
+
+Shared = TypeVar("Shared", bound="SharedState | None")
+
+
+@dataclass
+class Calls:
+    """How often a site was asked, and what it answered with. Shared by a module and its copies."""
+
+    served: int = 0
+    backward: int = 0
+    """Fused backward passes; counted only while ``count_backward`` is true, since it costs a hook a call."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Calls answered by the original forward, by reason."""
+    count_backward: bool = False
+    collected: int = 0
+    """Served calls whose output a sibling's call had computed."""
+
+    def serve(self, output: torch.Tensor) -> torch.Tensor:
+        """Counts a served call and returns its output."""
+        self.served += 1
+        if self.count_backward and output.grad_fn is not None:
+            output.grad_fn.register_prehook(self._count_backward)
+        return output
+
+    def _count_backward(self, *_: object) -> None:
+        self.backward += 1
+
+
+class Served(Generic[Spec, Shared]):
+    """State of one served module.
+
+    Attributes:
+        op: the operation's name.
+        name: the module's qualified name in the model that was patched.
+        spec: what the site's finder learned about this module.
+        kernel: the kernel's differentiable function.
+        device_type: the device type that the kernel serves; other inputs go to the original forward.
+        original: the stock class's ``forward``, unbound.
+        context: the patched model that this module belongs to; the same for all its modules, another in its copies.
+        shared: what the operation's modules of that model share; None where they share nothing.
+        calls: counters.
+        bind: the operation's ``Bind``, or None.
+        bound: the token of an ``eligibility.Binding``, and what ``bind`` returned when that was made; None before.
+    """
+
+    __slots__ = (
+        "bind", "bound", "calls", "context", "device_type", "kernel", "name", "op", "original", "shared", "spec",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        op: str,
+        name: str,
+        spec: Spec,
+        kernel: Callable[..., Any],
+        device_type: str,
+        original: Callable[..., Any],
+        context: ModelContext,
+        shared: Shared,
+        calls: Calls,
+        bind: Bind | None = None,
+    ) -> None:
+        self.op, self.name, self.spec, self.kernel = op, name, spec, kernel
+        self.device_type, self.original, self.context = device_type, original, context
+        self.shared, self.calls, self.bind = shared, calls, bind
+        self.bound: tuple[object, Any] | None = None
+
+    def fall_back(self, module: nn.Module, refusal: Refusal, *args: Any, **kwargs: Any) -> Any:
+        """Answers a call with the original forward and counts why."""
+        self.calls.fallbacks[refusal.reason] += 1
+        return self.original(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Served[Spec, Shared]:
+        # A copy of a whole model has a context of its own. A copy of one module, as PEFT's modules_to_save, stays in
+        # the model.
+        context = memo.get(id(self.context), self.context)
+        shared: Any = None if self.shared is None else context.shared(type(self.shared))
+        return Served(
+            self.op, self.name, copy.deepcopy(self.spec, memo), self.kernel, self.device_type, self.original,
+            context, shared, self.calls, self.bind,
+        )  # fmt: skip
