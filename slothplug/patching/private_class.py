@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -151,7 +152,11 @@ def _metaclass(kind: type[type]) -> type[type]:
     def __call__(cls: type, *args: Any, **kwargs: Any) -> Any:
         return kind.__call__(cls.__dict__.get(BASE, cls), *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": __call__})
+    def signature(cls: type) -> inspect.Signature:
+        return inspect.signature(functools.partial(cls.__init__, None))  # type: ignore[misc]
+
+    namespace = {"__module__": kind.__module__, "__call__": __call__, "__signature__": property(signature)}
+    return type(kind.__name__, (kind,), namespace)
 
 
 def _reduce_to_stock(self: nn.Module, protocol: Any) -> Any:
