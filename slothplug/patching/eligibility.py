@@ -12,7 +12,8 @@ there, and nothing where foreign hooks may change the model inside the call. Mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
+from functools import partial
 from operator import contains, getitem, is_
 from typing import Any
 
@@ -136,11 +137,10 @@ class Guard:
     bound anew when two calls in a row differ from what was bound.
     """
 
-    __slots__ = ("_binding", "_differed")
+    __slots__ = ("_binding", "_differed", "_obstacle")
 
     def __init__(self) -> None:
-        self._binding: Binding | None = None
-        self._differed = False
+        self.forget()
 
     def __deepcopy__(self, memo: MutableMapping[int, Any]) -> Guard:
         duplicate = memo[id(self)] = Guard()
@@ -148,11 +148,15 @@ class Guard:
 
     def forget(self) -> None:
         """Drops the binding, for a patch that serves more modules than before."""
-        self._binding, self._differed = None, False
+        self._binding: Binding | None = None
+        self._differed = False
+        self._obstacle: Obstacle | None = None
 
     def check(self, root: nn.Module) -> Binding | None:
         """The binding for a call of ``root``; None where modules are to decide for themselves."""
         if "_is_replica" in root.__dict__ or torch_module._has_any_global_hook():
+            return None
+        if self._obstacle is not None and self._obstacle():
             return None
         if self._binding is not None:
             if self._binding.holds():
@@ -162,12 +166,17 @@ class Guard:
                 self._differed = True
                 return None
         self._differed = False
-        self._binding = _bind(root)
+        found = _bind(root)
+        self._binding, self._obstacle = (found, None) if isinstance(found, Binding) else (None, found)
         return self._binding
 
 
-def _bind(root: nn.Module) -> Binding | None:
-    """Asks every served module below ``root`` for its facts; None where none has any or foreign hooks are there."""
+Obstacle = Callable[[], bool]
+"""Whether that which kept a model from being bound still stands in the way."""
+
+
+def _bind(root: nn.Module) -> Binding | Obstacle:
+    """Asks every served module below ``root`` for its facts; an ``Obstacle`` where foreign hooks are there."""
     watch = Watch()
     facts: list[tuple[Served[Any, Any], Any]] = []
     for module in root.modules():
@@ -175,8 +184,8 @@ def _bind(root: nn.Module) -> Binding | None:
         for hooks in (own["_forward_pre_hooks"], own["_forward_hooks"]):
             if watch.empty(hooks):
                 continue
-            if not all(map(_is_inert, hooks.values())):
-                return None
+            if _has_foreign(hooks):
+                return partial(_has_foreign, hooks)
             watch.size(hooks)
         for name, child in own["_modules"].items():
             served = None if child is None else child.__dict__.get(STATE)
@@ -184,12 +193,12 @@ def _bind(root: nn.Module) -> Binding | None:
                 watch.item(own["_modules"], name)
                 facts.append((served, served.bind(child, served, watch)))
     if not facts:
-        return None
+        return lambda: True
     binding = Binding(watch)
     for served, found in facts:
         served.bound = binding.token, found
     return binding
 
 
-def _is_inert(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith(_INERT_HOOKS)
+def _has_foreign(hooks: Mapping[int, Any]) -> bool:
+    return not all((getattr(hook, "__module__", None) or "").startswith(_INERT_HOOKS) for hook in hooks.values())

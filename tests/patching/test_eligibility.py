@@ -14,6 +14,7 @@ from torch import nn
 
 import slothplug
 from slothplug.hookspecs import hookimpl
+from slothplug.patching import eligibility
 from slothplug.patching.eligibility import Watch
 from slothplug.patching.forward_context import current_forward, facts_of
 from slothplug.patching.served import STATE, Served
@@ -160,6 +161,17 @@ def test_foreign_hooks_switch_it_off_and_transformers_own_do_not(model: nn.Modul
     assert call(model)[1] is not None
     handle = model.embedding.register_forward_hook(lambda *_: None)
     assert [call(model)[1] for _ in range(3)] == [None] * 3
+    handle.remove()
+    assert call(model)[1] is not None
+
+
+def test_what_cannot_be_bound_is_not_tried_at_every_call(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    original = eligibility._bind
+    monkeypatch.setattr(eligibility, "_bind", lambda root: tried.append(root) or original(root))
+    handle = model.embedding.register_forward_hook(lambda *_: None)
+    assert [call(model)[1] for _ in range(3)] == [None] * 3
+    assert len(tried) == 1
     handle.remove()
     assert call(model)[1] is not None
 
