@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from slothplug.kernels.cross_entropy import loss_arithmetic
+from slothplug.kernels.products import dense_rows
 
 
 class Rows(NamedTuple):
@@ -25,9 +26,10 @@ class Rows(NamedTuple):
     keep: torch.Tensor | None
 
     def chunk(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows of hidden and of u."""
+        """Rows of hidden and of u, ready to be the left operands of products."""
         if self.keep is None:
-            return self.hidden[start:stop], None if self.u is None else self.u[start:stop]
+            u = None if self.u is None else dense_rows(self.u[start:stop])
+            return dense_rows(self.hidden[start:stop]), u
         kept = self.keep[start:stop].clamp(max=self.hidden.shape[0] - 1)
         return self.hidden.index_select(0, kept), None if self.u is None else self.u.index_select(0, kept)
 

@@ -86,8 +86,9 @@ class Primitives(Protocol):
         ``statistics``, where given, are those of the logits after the epilogue, of the ignored rows too.
 
         ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements, or V
-        itself, and the elements between V and the stride may be written too. ``labels`` [rows] are in range or
-        ``ignore_index``; ``losses`` [rows] has the dtype of ``loss_arithmetic``.
+        itself. Elements between V and the stride that are zero stay zero, and whatever they are, no result depends on
+        them. ``labels`` [rows] are in range or ``ignore_index``; ``losses`` [rows] has the dtype of
+        ``loss_arithmetic``.
         """
 
     @staticmethod

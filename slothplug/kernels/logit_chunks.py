@@ -104,7 +104,10 @@ def sweep(
     # With a bias the rows are dense: on CUDA addmm adds a bias before the rounding, as F.linear does, only into a dense
     # tensor. Into padded rows the product is rounded first (H200, torch 2.11: twice stock's error in d bias).
     pitch = _aligned(vocabulary, _ROW_ALIGNMENT) if head.bias is None else vocabulary
-    buffer = weight.new_empty(min(step, count), pitch)[:, :vocabulary]
+    buffer = weight.new_empty(min(step, count), pitch)
+    if pitch > vocabulary:
+        buffer[:, vocabulary:].zero_()  # some products read it (see products.dense_rows); nothing else is written there
+    buffer = buffer[:, :vocabulary]
     scratch = _scratch(buffer, head)
     for start in range(0, count, step):
         stop = min(start + step, count)

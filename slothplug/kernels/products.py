@@ -28,6 +28,17 @@ def returns_float32(product: Literal["mm", "addmm"], device: torch.device, dtype
     return True
 
 
+def dense_rows(left: torch.Tensor) -> torch.Tensor:
+    """``left``, copied where it is a view whose rows lie apart on a CPU.
+
+    oneDNN's AMX product of 16-bit operands rounds the length of the left operand's rows up, and multiplies what lies
+    behind a row by 0: nan, where that is nan or inf.
+    """
+    if left.device.type == "cpu" and left.stride(0) > left.shape[1] and left.stride(1) == 1:
+        return left.contiguous()
+    return left
+
+
 def product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scaling: float = 1.0) -> None:
     """``out = scaling * a @ b``, rounded once."""
     if out.dtype != a.dtype:

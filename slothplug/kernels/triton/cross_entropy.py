@@ -322,6 +322,7 @@ def _cross_entropy_rows_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     GROUP: tl.constexpr = 8  # a 16-byte load of bfloat16
+    PADDING: tl.constexpr = 64  # logits_stride is the next multiple of it, or the vocabulary itself
     dtype = logits_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -435,8 +436,11 @@ def _cross_entropy_rows_kernel(
             inner_high, inner_low, outer_high, outer_low, slope_high, slope_low, nll_share * scale,
             INNER, TANH, OUTER, SLOPE, SMOOTHING,
         )  # fmt: skip
-        tl.debug_barrier()  # after another thread's store to it
+        tl.debug_barrier()  # after other threads' stores to the same elements
         tl.store(logits_ptr + label, d_target.to(dtype))
+        for start in range(vocabulary, logits_stride, PADDING):
+            columns = start + tl.arange(0, PADDING)
+            tl.store(logits_ptr + columns, tl.zeros([PADDING], dtype), mask=columns < logits_stride)
 
 
 # The ways in which a loss is computed: without gradients; with gradients ahead of backward, of a mean and of a sum,
