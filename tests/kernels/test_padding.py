@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slothplug
 from slothplug.kernels.backend import Backend, primitives_on, why_not_triton
-from slothplug.kernels.cross_entropy import Epilogue, RowStatistics, Terms, TorchPrimitives, Upstream
+from slothplug.kernels.cross_entropy import Epilogue, LossSpec, RowStatistics, TorchPrimitives, Upstream
 from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
 from tests.kernels.linear_cross_entropy_oracle import IGNORED, differentiate
 from tests.patching.architectures import step, tiny
@@ -91,7 +91,7 @@ def test_rows_neither_read_their_padding_nor_fill_it(
     primitives = primitives_on(backend, TorchPrimitives, "cross_entropy")
     pitch = (vocabulary + 64) // 64 * 64
     labels = torch.tensor([1, IGNORED, 4, 0], device=device)
-    terms = Terms(IGNORED, 0.1, 0.0, Epilogue(1.0, False, 1.0, torch.float32), 1.0, None, None)
+    spec = LossSpec(IGNORED, 0.1, Epilogue(1.0, False, 1.0, torch.float32), 1.0, None, None)
     values = torch.randn(4, vocabulary, device=device) + top
 
     def run(padding: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +99,7 @@ def test_rows_neither_read_their_padding_nor_fill_it(
         logits[:, :vocabulary] = values
         losses = torch.empty(4, device=device)
         statistics = RowStatistics.empty(4, device) if with_statistics else None
-        primitives.cross_entropy_rows(logits[:, :vocabulary], labels, losses, terms, Upstream(None, None), statistics)
+        primitives.cross_entropy_rows(logits[:, :vocabulary], labels, losses, spec, Upstream(None, None), statistics)
         return losses, logits[:, :vocabulary], logits[:, vocabulary:]
 
     losses, gradients, padding = run(0.0)
