@@ -1,6 +1,7 @@
-"""Cross-entropy of rows of logits that are scratch: losses out, d logits in place. Formulas: linear_cross_entropy.
+"""Cross-entropy of rows of logits in a scratch buffer: losses out, gradients in place of the logits.
 
-The nouns that both backends share, and PyTorch's implementation; Triton's is in ``triton/cross_entropy.py``.
+The types that both backends share, and PyTorch's implementation; Triton's is ``triton/cross_entropy.py``. Formulas and
+byte counts: ``linear_cross_entropy.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _BLOCK = 2**24
 
 
 class Epilogue(NamedTuple):
-    """``outer * tanh(inner * x)``, or ``inner * x`` without ``tanh``; the result's dtype is ``dtype``."""
+    """``outer * tanh(inner * x)``, a soft cap, or ``inner * x`` without ``tanh``; the result's dtype is ``dtype``."""
 
     inner: float
     tanh: bool
@@ -27,15 +28,21 @@ class Epilogue(NamedTuple):
     dtype: torch.dtype
 
 
-class Terms(NamedTuple):
-    """What tells one loss from another. ``class_weight`` is [V]; its sum, 0-d, is given where smoothing needs it.
+class LossSpec(NamedTuple):
+    """The loss of one row, as a function of its logits and its label.
 
-    ``slope`` is the constant part of the epilogue's derivative, ``inner * outer``, or 1 where the caller multiplies.
+    Attributes:
+        ignore_index: the label of rows without loss and gradient.
+        label_smoothing: in [0, 1].
+        epilogue: applied to the logits first.
+        slope: the constant part of the epilogue's derivative, ``inner * outer``, or 1 where the caller multiplies by
+            it.
+        class_weight: [V] in the loss's arithmetic, contiguous, or None.
+        class_weight_sum: 0-d, the sum of ``class_weight``; needed with label smoothing only.
     """
 
     ignore_index: int
     label_smoothing: float
-    z_loss: float
     epilogue: Epilogue
     slope: float
     class_weight: torch.Tensor | None
@@ -43,17 +50,19 @@ class Terms(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What d logits are multiplied by before they are rounded: ``grad / divisor``, None standing for 1.
+    """The factor of the logits' gradients before they are rounded: ``grad_output / divisor``, None standing for 1.
 
-    ``grad`` is 0-d or [rows], any stride; ``divisor`` is 0-d.
+    Attributes:
+        grad_output: the loss's gradient, 0-d or [rows], any stride.
+        divisor: 0-d, what the sum of the losses is divided by.
     """
 
-    grad: torch.Tensor | None
+    grad_output: torch.Tensor | None
     divisor: torch.Tensor | None
 
 
 class RowStatistics(NamedTuple):
-    """What a row's softmax says beside its loss, written where the row is read anyway. Both are [rows].
+    """Statistics of each row's softmax, written in the pass that computes its loss. Both are [rows].
 
     Attributes:
         entropy: float32, -sum_v p_v log p_v, in nats; nan where a logit is -inf, as 0 log 0 of floats is.
@@ -77,17 +86,20 @@ class Primitives(Protocol):
         logits: torch.Tensor,
         labels: torch.Tensor,
         losses: torch.Tensor | None,
-        terms: Terms,
+        spec: LossSpec,
         upstream: Upstream | None,
         statistics: RowStatistics | None,
     ) -> None:
-        """Writes the losses into ``losses``, where given, and d logits over the logits, where ``upstream`` is given.
+        """Writes the losses, the statistics and, over the logits, their gradients.
 
-        ``statistics``, where given, are those of the logits after the epilogue, of the ignored rows too.
-
-        ``logits`` [rows, V] is scratch, before the epilogue; its row stride is a multiple of 64 elements, or V
-        itself, and the elements between V and the stride may be written too. ``labels`` [rows] are in range or
-        ``ignore_index``; ``losses`` [rows] has the dtype of ``loss_arithmetic``.
+        Args:
+            logits: [rows, V] before the epilogue, scratch. The row stride is V or a multiple of 64 elements. Elements
+                between V and the stride that are zero stay zero; whatever they are, no result depends on them.
+            labels: [rows] int64, in range or ``ignore_index``.
+            losses: [rows] of ``loss_arithmetic``, written where given.
+            spec: the loss.
+            upstream: where given, the gradients are written over the logits.
+            statistics: where given, written for the logits after the epilogue, also of ignored rows.
         """
 
     @staticmethod
@@ -123,17 +135,16 @@ def loss_arithmetic(dtype: torch.dtype) -> torch.dtype:
 def split(factor: float) -> tuple[float, float]:
     """``factor`` as the sum of two float32 numbers.
 
-    x * high + x * low is x * factor with an error that does not have the same sign for every x; x * float32(factor) is
-    not.
+    The error of x * high + x * low has no preferred sign. That of x * float32(factor) has the same sign for every x.
     """
     high = struct.unpack("f", struct.pack("f", factor))[0]
     return high, factor - high
 
 
 def slice_upstream(upstream: Upstream | None, start: int, stop: int) -> Upstream | None:
-    if upstream is None or upstream.grad is None or upstream.grad.ndim == 0:
+    if upstream is None or upstream.grad_output is None or upstream.grad_output.ndim == 0:
         return upstream
-    return Upstream(upstream.grad[start:stop], upstream.divisor)
+    return Upstream(upstream.grad_output[start:stop], upstream.divisor)
 
 
 def slice_statistics(statistics: RowStatistics, start: int, stop: int) -> RowStatistics:
@@ -146,7 +157,7 @@ class TorchPrimitives:
         logits: torch.Tensor,
         labels: torch.Tensor,
         losses: torch.Tensor | None,
-        terms: Terms,
+        spec: LossSpec,
         upstream: Upstream | None,
         statistics: RowStatistics | None,
     ) -> None:
@@ -154,8 +165,8 @@ class TorchPrimitives:
         for start in range(0, logits.shape[0], step):
             block, stop = logits[start : start + step], start + step
             if statistics is not None:
-                _write_statistics(block, terms.epilogue, slice_statistics(statistics, start, stop))
-            loss, gradient = _block(block, labels[start:stop], terms, slice_upstream(upstream, start, stop))
+                _write_statistics(block, spec.epilogue, slice_statistics(statistics, start, stop))
+            loss, gradient = _block(block, labels[start:stop], spec, slice_upstream(upstream, start, stop))
             if losses is not None:
                 losses[start:stop] = loss
             if gradient is not None:
@@ -174,49 +185,44 @@ def _write_statistics(logits: torch.Tensor, epilogue: Epilogue, out: RowStatisti
 
 
 def _block(
-    logits: torch.Tensor, labels: torch.Tensor, terms: Terms, upstream: Upstream | None
+    logits: torch.Tensor, labels: torch.Tensor, spec: LossSpec, upstream: Upstream | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Losses [rows] and, with ``upstream``, d logits [rows, V] of a few rows, in the loss's arithmetic."""
-    counted = labels != terms.ignore_index
-    target = torch.where(counted, labels, 0).unsqueeze(1)
-    nll_share: Any = 1.0 - terms.label_smoothing
-    if terms.class_weight is not None:
-        nll_share = nll_share * terms.class_weight[target]
-    smooth_share = terms.label_smoothing / logits.shape[1]
-    weight_sum = logits.shape[1] if terms.class_weight_sum is None else terms.class_weight_sum
+    """Losses [rows] and, with ``upstream``, the gradients [rows, V] of a few rows, in the loss's arithmetic."""
+    valid = labels != spec.ignore_index
+    target = torch.where(valid, labels, 0).unsqueeze(1)
+    nll_share: Any = 1.0 - spec.label_smoothing
+    if spec.class_weight is not None:
+        nll_share = nll_share * spec.class_weight[target]
+    smooth_share = spec.label_smoothing / logits.shape[1]
+    weight_sum = logits.shape[1] if spec.class_weight_sum is None else spec.class_weight_sum
 
-    z, tanh = _apply_epilogue(logits.to(loss_arithmetic(logits.dtype)), terms.epilogue)
-    top = z.amax(1, keepdim=True)
-    shifted = z - top
-    picked = shifted.gather(1, target)
+    z, tanh = _apply_epilogue(logits.to(loss_arithmetic(logits.dtype)), spec.epilogue)
+    shifted = z - z.amax(1, keepdim=True)
+    target_shifted = shifted.gather(1, target)
     if smooth_share:
-        spread = shifted if terms.class_weight is None else shifted * terms.class_weight
-        spread = spread.sum(1, keepdim=True)
+        weighted = shifted if spec.class_weight is None else shifted * spec.class_weight
+        shifted_sum = weighted.sum(1, keepdim=True)
     p = shifted.exp_()
     total = p.sum(1, keepdim=True)
     log_total = total.log()
-    lse = top + log_total
 
-    loss, slope = nll_share * (log_total - picked), nll_share
+    loss, slope = nll_share * (log_total - target_shifted), nll_share
     if smooth_share:
-        loss = loss + smooth_share * (weight_sum * log_total - spread)
+        loss = loss + smooth_share * (weight_sum * log_total - shifted_sum)
         slope = slope + smooth_share * weight_sum
-    if terms.z_loss:
-        loss = loss + terms.z_loss * lse.square()
-        slope = slope + 2.0 * terms.z_loss * lse
-    loss = torch.where(counted, loss.squeeze(1), 0.0)
+    loss = torch.where(valid, loss.squeeze(1), 0.0)
     if upstream is None:
         return loss, None
 
     gradient = p.div_(total).mul_(slope)
     if smooth_share:
-        gradient -= smooth_share if terms.class_weight is None else smooth_share * terms.class_weight
+        gradient -= smooth_share if spec.class_weight is None else smooth_share * spec.class_weight
     gradient.scatter_(1, target, gradient.gather(1, target) - nll_share)
     _multiply_upstream(gradient, upstream)
     if tanh is not None:
         gradient *= 1.0 - tanh.square()
-    gradient = times(gradient, terms.slope)
-    return loss, gradient.masked_fill_(~counted.unsqueeze(1), 0.0)
+    gradient = times(gradient, spec.slope)
+    return loss, gradient.masked_fill_(~valid.unsqueeze(1), 0.0)
 
 
 def _apply_epilogue(x: torch.Tensor, epilogue: Epilogue) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -229,6 +235,7 @@ def _apply_epilogue(x: torch.Tensor, epilogue: Epilogue) -> tuple[torch.Tensor, 
 
 
 def times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x * factor`` with the factor as ``split`` has it."""
     if factor == 1.0:
         return x
     high, low = split(factor)
@@ -237,9 +244,9 @@ def times(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _multiply_upstream(gradient: torch.Tensor, upstream: Upstream) -> None:
-    grad, divisor = upstream
-    if grad is None and divisor is None:
+    grad_output, divisor = upstream
+    if grad_output is None and divisor is None:
         return
-    scale: Any = 1.0 if grad is None else grad.to(gradient.dtype)
+    scale: Any = 1.0 if grad_output is None else grad_output.to(gradient.dtype)
     scale = scale if divisor is None else scale / divisor
     gradient *= scale if scale.ndim == 0 else scale.unsqueeze(1)

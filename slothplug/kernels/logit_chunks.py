@@ -1,4 +1,8 @@
-"""The pass over the chunks of logits: losses, statistics and gradients. Formulas, costs: linear_cross_entropy."""
+"""Logits a chunk of rows at a time: losses, statistics and gradients. Formulas and costs: linear_cross_entropy.
+
+``chunk_loss`` and ``chunk_gradients`` compute one chunk in buffers of the caller's; ``sweep`` allocates the buffers and
+walks all chunks. None of them records a graph or checks its arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,20 @@ from typing import NamedTuple
 
 import torch
 
-from slothplug.kernels.counted_rows import Rows
 from slothplug.kernels.cross_entropy import (
+    LossSpec,
     Primitives,
     RowStatistics,
-    Terms,
     Upstream,
     loss_arithmetic,
     slice_statistics,
     slice_upstream,
 )
-from slothplug.kernels.products import accumulate, product
+from slothplug.kernels.matmul import accumulate, matmul_out
+from slothplug.kernels.valid_rows import Rows
 
 # Rows of the chunk buffer start at multiples of this many elements, 128 bytes in bfloat16: matrix products and 16-byte
-# loads stay aligned for every vocabulary (Llama's 128256 needs no padding, 65537 does). Not so with a bias: see sweep.
+# loads stay aligned for every vocabulary (Llama's 128256 needs no padding, 65537 does). With a bias: see chunk_buffer.
 _ROW_ALIGNMENT = 64
 # Chunks are multiples of the height of matrix products' larger tiles, so that no product ends in a partial tile but the
 # last. H200, 16384 x 896 x 151936 with a frozen head: 1.23 times the bare products in chunks of 1536 rows, 1.28 of 1664
@@ -31,25 +35,54 @@ _SCRATCH_SHARE = 4
 
 
 class Head(NamedTuple):
-    """What a sweep over the chunks needs besides its rows."""
+    """The output head and its loss: what every chunk needs besides its rows.
+
+    Attributes:
+        weight: [V, H].
+        bias: [V] of weight's dtype, or None.
+        b: [V, r] of the low-rank term ``scaling * u @ b.T``, or None.
+        scaling: the term's factor.
+        spec: the loss.
+        primitives: the backend of the row kernel.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     b: torch.Tensor | None
     scaling: float
-    terms: Terms
-    chunk_bytes: int
+    spec: LossSpec
     primitives: Primitives
 
 
 class Gradients(NamedTuple):
-    """Of the operands, in the order in which the Function takes them."""
+    """Gradients of the operands, in the order in which the autograd Function takes them; None where not asked for.
+
+    Those of hidden and u have one row for each row of theirs; those of weight, bias and b are sums over the rows.
+    """
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
     u: torch.Tensor | None
     b: torch.Tensor | None
+
+    def chunk(self, start: int, stop: int) -> Gradients:
+        """The gradients that rows ``start`` to ``stop`` write and add to."""
+        hidden = None if self.hidden is None else self.hidden[start:stop]
+        u = None if self.u is None else self.u[start:stop]
+        return self._replace(hidden=hidden, u=u)
+
+
+class ChunkBuffer(NamedTuple):
+    """Scratch that all chunks share.
+
+    Attributes:
+        logits: [rows, V] of weight's dtype, a view of padded rows whose padding is zero.
+        low_rank: [part of the rows, V] of b's dtype; None where that is the logits' own, or there is no b.
+    """
+
+    logits: torch.Tensor
+    low_rank: torch.Tensor | None
 
 
 def chunk_rows(vocabulary: int, element_size: int, chunk_bytes: int) -> int:
@@ -67,23 +100,62 @@ def _aligned(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def chunk_buffer(head: Head, rows: int) -> ChunkBuffer:
+    """The scratch for chunks of up to ``rows`` rows."""
+    vocabulary = head.weight.shape[0]
+    # With a bias the rows are dense: on CUDA addmm adds a bias before the rounding, as F.linear does, only into a dense
+    # tensor. Into padded rows the product is rounded first (H200, torch 2.11: twice stock's error in the bias's
+    # gradient).
+    pitch = _aligned(vocabulary, _ROW_ALIGNMENT) if head.bias is None else vocabulary
+    logits = head.weight.new_empty(rows, pitch)
+    if pitch > vocabulary:
+        logits[:, vocabulary:].zero_()  # products may read it (matmul.dense_rows), and nothing else is written there
+    low_rank = None
+    if head.b is not None and head.b.dtype != logits.dtype:
+        low_rank = head.b.new_empty(-(-rows // _SCRATCH_SHARE), vocabulary)
+    return ChunkBuffer(logits[:, :vocabulary], low_rank)
+
+
 def sweep(
     rows: Rows,
     head: Head,
+    chunk_bytes: int,
     losses: torch.Tensor | None,
     statistics: RowStatistics | None,
     upstream: Upstream | None,
     needed: tuple[bool, ...],
     rounded: bool,
 ) -> Gradients:
-    """One pass over the chunks: what is asked for, and those of the ``Gradients`` that are ``needed``.
+    """One pass over the chunks: writes losses and statistics, and returns the gradients that are ``needed``.
 
-    Those of the weight, the bias and b are in the loss's arithmetic; those of rows, hidden and u, in their operand's
-    dtype where ``rounded``, else in the loss's arithmetic too.
+    The sums over rows are in the loss's arithmetic. Gradients of hidden and u are in the dtype of theirs where
+    ``rounded``, else in the loss's arithmetic too.
     """
-    weight, count = head.weight, rows.labels.shape[0]
-    vocabulary = weight.shape[0]
-    arithmetic = loss_arithmetic(weight.dtype)
+    count = rows.labels.shape[0]
+    gradients = _empty_gradients(rows, head, needed, rounded)
+    step = chunk_rows(head.weight.shape[0], head.weight.element_size(), chunk_bytes)
+    buffer = chunk_buffer(head, min(step, count))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        hidden, u = rows.chunk(start, stop)
+        logits = chunk_loss(
+            hidden,
+            u,
+            rows.labels[start:stop],
+            head,
+            buffer,
+            None if losses is None else losses[start:stop],
+            None if statistics is None else slice_statistics(statistics, start, stop),
+            slice_upstream(upstream, start, stop),
+        )
+        chunk_gradients(logits, hidden, u, head, buffer, gradients.chunk(start, stop), first=start == 0)
+    if gradients.b is not None:
+        gradients.b.mul_(head.scaling)
+    return gradients
+
+
+def _empty_gradients(rows: Rows, head: Head, needed: tuple[bool, ...], rounded: bool) -> Gradients:
+    count = rows.labels.shape[0]
 
     def of_rows(operand: torch.Tensor) -> torch.Tensor:
         dtype = operand.dtype if rounded else loss_arithmetic(operand.dtype)
@@ -94,90 +166,99 @@ def sweep(
         new = operand.new_empty if count else operand.new_zeros
         return new(operand.shape, dtype=loss_arithmetic(operand.dtype))
 
-    grad_hidden = of_rows(rows.hidden) if needed[0] else None
-    grad_weight = summed(weight) if needed[1] else None
-    grad_bias = weight.new_zeros(vocabulary, dtype=arithmetic) if needed[2] else None
-    grad_u = of_rows(rows.u) if rows.u is not None and needed[3] else None
-    grad_b = summed(head.b) if head.b is not None and needed[4] else None
-
-    step = chunk_rows(vocabulary, weight.element_size(), head.chunk_bytes)
-    # With a bias the rows are dense: on CUDA addmm adds a bias before the rounding, as F.linear does, only into a dense
-    # tensor. Into padded rows the product is rounded first (H200, torch 2.11: twice stock's error in d bias).
-    pitch = _aligned(vocabulary, _ROW_ALIGNMENT) if head.bias is None else vocabulary
-    buffer = weight.new_empty(min(step, count), pitch)[:, :vocabulary]
-    scratch = _scratch(buffer, head)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        (chunk, low), labels, logits = rows.chunk(start, stop), rows.labels[start:stop], buffer[: stop - start]
-        _project(chunk, low, head, scratch, logits)
-        row_losses = None if losses is None else losses[start:stop]
-        row_statistics = None if statistics is None else slice_statistics(statistics, start, stop)
-        head.primitives.cross_entropy_rows(
-            logits, labels, row_losses, head.terms, slice_upstream(upstream, start, stop), row_statistics
-        )
-        if grad_hidden is not None:
-            product(logits, weight, grad_hidden[start:stop])
-        if grad_weight is not None:
-            accumulate(grad_weight, logits.t(), chunk, first=start == 0)
-        if grad_bias is not None:
-            grad_bias += logits.sum(0, dtype=arithmetic)
-        if low is not None and (grad_u is not None or grad_b is not None):
-            rows_of_u = None if grad_u is None else grad_u[start:stop]
-            _low_rank_gradients(logits, low, head, scratch, rows_of_u, grad_b, first=start == 0)
-    if grad_b is not None:
-        grad_b *= head.scaling
-    return Gradients(grad_hidden, grad_weight, grad_bias, grad_u, grad_b)
+    return Gradients(
+        of_rows(rows.hidden) if needed[0] else None,
+        summed(head.weight) if needed[1] else None,
+        summed(head.bias) if head.bias is not None and needed[2] else None,
+        of_rows(rows.u) if rows.u is not None and needed[3] else None,
+        summed(head.b) if head.b is not None and needed[4] else None,
+    )
 
 
-def _scratch(buffer: torch.Tensor, head: Head) -> torch.Tensor | None:
-    """Rows of logits in the low-rank term's dtype; None where that is the logits' own."""
-    if head.b is None or head.b.dtype == buffer.dtype:
-        return None
-    return head.b.new_empty(-(-buffer.shape[0] // _SCRATCH_SHARE), buffer.shape[1])
+def chunk_loss(
+    hidden: torch.Tensor,
+    u: torch.Tensor | None,
+    labels: torch.Tensor,
+    head: Head,
+    buffer: ChunkBuffer,
+    losses: torch.Tensor | None,
+    statistics: RowStatistics | None,
+    upstream: Upstream | None,
+) -> torch.Tensor:
+    """Writes the losses [rows] and statistics of one chunk; returns its logits [rows, V] in ``buffer``.
+
+    Where ``upstream`` is given the returned tensor holds the gradients of the logits instead. ``hidden`` [rows, H] and
+    ``u`` [rows, r] are ready to be left operands (``matmul.dense_rows``); ``labels`` [rows] are in range.
+    """
+    logits = buffer.logits[: len(labels)]
+    _project(hidden, u, head, buffer.low_rank, logits)
+    head.primitives.cross_entropy_rows(logits, labels, losses, head.spec, upstream, statistics)
+    return logits
+
+
+def chunk_gradients(
+    grad_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    u: torch.Tensor | None,
+    head: Head,
+    buffer: ChunkBuffer,
+    gradients: Gradients,
+    first: bool,
+) -> None:
+    """From the logits' gradients [rows, V] of one chunk: writes those of its rows, and adds to the sums over rows.
+
+    ``gradients`` are the destinations, those of hidden and u [rows, ...]. The ``first`` chunk overwrites the sums. The
+    sum for b lacks the factor ``head.scaling``.
+    """
+    if gradients.hidden is not None:
+        matmul_out(grad_logits, head.weight, gradients.hidden)
+    if gradients.weight is not None:
+        accumulate(gradients.weight, grad_logits.t(), hidden, first)
+    if gradients.bias is not None:
+        row_sum = grad_logits.sum(0, dtype=gradients.bias.dtype)
+        gradients.bias.copy_(row_sum) if first else gradients.bias.add_(row_sum)
+    if u is not None and (gradients.u is not None or gradients.b is not None):
+        _low_rank_gradients(grad_logits, u, head, buffer.low_rank, gradients, first)
 
 
 def _project(
-    chunk: torch.Tensor, low: torch.Tensor | None, head: Head, scratch: torch.Tensor | None, out: torch.Tensor
+    hidden: torch.Tensor, u: torch.Tensor | None, head: Head, scratch: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """Logits of ``chunk`` [rows, H], and ``low`` [rows, r] of u, into ``out`` [rows, V]."""
-    if low is not None and head.b is not None and scratch is None:
+    """Writes the logits [rows, V] of ``hidden`` [rows, H] and ``u`` [rows, r] into ``out``."""
+    if u is not None and head.b is not None and scratch is None:
         if head.bias is None:
-            product(low, head.b.t(), out, head.scaling)
+            matmul_out(u, head.b.t(), out, head.scaling)
         else:
-            torch.addmm(head.bias, low, head.b.t(), alpha=head.scaling, out=out)
-        torch.addmm(out, chunk, head.weight.t(), out=out)
+            torch.addmm(head.bias, u, head.b.t(), alpha=head.scaling, out=out)
+        torch.addmm(out, hidden, head.weight.t(), out=out)
         return
     if head.bias is None:
-        torch.mm(chunk, head.weight.t(), out=out)
+        torch.mm(hidden, head.weight.t(), out=out)
     else:
-        torch.addmm(head.bias, chunk, head.weight.t(), out=out)
-    if low is not None and head.b is not None and scratch is not None:
-        for part, low_part in zip(out.split(len(scratch)), low.split(len(scratch)), strict=True):
+        torch.addmm(head.bias, hidden, head.weight.t(), out=out)
+    if u is not None and head.b is not None and scratch is not None:
+        for part, u_part in zip(out.split(len(scratch)), u.split(len(scratch)), strict=True):
             term = scratch[: len(part)]
-            product(low_part, head.b.t(), term, head.scaling)
+            matmul_out(u_part, head.b.t(), term, head.scaling)
             part += term
 
 
 def _low_rank_gradients(
-    d_logits: torch.Tensor,
-    low: torch.Tensor,
+    grad_logits: torch.Tensor,
+    u: torch.Tensor,
     head: Head,
     scratch: torch.Tensor | None,
-    grad_u: torch.Tensor | None,
-    grad_b: torch.Tensor | None,
+    gradients: Gradients,
     first: bool,
 ) -> None:
-    """Writes the chunk's d u, and adds its d b without the scaling, for the ``first`` chunk in place of what is there.
-
-    ``low`` and ``grad_u`` are the chunk's rows [rows, r].
-    """
-    assert head.b is not None  # it comes with low
-    size = len(d_logits) if scratch is None else len(scratch)
-    for start in range(0, len(d_logits), size):
-        part = d_logits[start : start + size]
+    """The part of ``chunk_gradients`` that is u's and b's."""
+    assert head.b is not None  # it comes with u
+    size = len(grad_logits) if scratch is None else len(scratch)
+    for start in range(0, len(grad_logits), size):
+        part = grad_logits[start : start + size]
         if scratch is not None:
             part = scratch[: len(part)].copy_(part)
-        if grad_u is not None:
-            product(part, head.b, grad_u[start : start + size], head.scaling)
-        if grad_b is not None:
-            accumulate(grad_b, part.t(), low[start : start + size], first=first and start == 0)
+        if gradients.u is not None:
+            matmul_out(part, head.b, gradients.u[start : start + size], head.scaling)
+        if gradients.b is not None:
+            accumulate(gradients.b, part.t(), u[start : start + size], first and start == 0)

@@ -71,7 +71,6 @@ def oracle(
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
     class_weight: Tensor | None = None,
-    z_loss: float = 0.0,
 ) -> Tensor:
     """The definition, in the float64 that the operands come in."""
     vocabulary = weight.shape[0]
@@ -84,7 +83,7 @@ def oracle(
     w = torch.ones(vocabulary, dtype=logits.dtype, device=logits.device)
     w = w if class_weight is None else class_weight.double()
     nll = w[target] * (lse - logits.gather(1, target[:, None])[:, 0])
-    loss = (1 - label_smoothing) * nll + z_loss * lse**2
+    loss = (1 - label_smoothing) * nll
     if label_smoothing:
         loss = loss + label_smoothing / vocabulary * (w * (lse[:, None] - logits)).sum(1)
     loss = torch.where(counted, loss, 0.0)
@@ -195,11 +194,11 @@ def exactness_draw(
     return draw
 
 
-def compute_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does with bfloat16: gradients ahead and kept in float32; its float32 product is emulated."""
+def compute_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU does in bfloat16: gradients in the forward, kept in float32; its float32 product is emulated."""
 
-    def product(a: Tensor, b: Tensor, out: Tensor, scaling: float = 1.0) -> None:
-        out.copy_(scaling * (a.float() @ b.float()))
+    def matmul_out(left: Tensor, right: Tensor, out: Tensor, scaling: float = 1.0) -> None:
+        out.copy_(scaling * (left.float() @ right.float()))
 
-    monkeypatch.setattr(module, "_exact_ahead", lambda hidden: True)
-    monkeypatch.setattr(logit_chunks, "product", product)
+    monkeypatch.setattr(module, "_exact_in_forward", lambda hidden, b: True)
+    monkeypatch.setattr(logit_chunks, "matmul_out", matmul_out)

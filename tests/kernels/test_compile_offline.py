@@ -19,18 +19,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 import slothplug.kernels.triton
-from slothplug.kernels.triton.targets import TARGETS, Target
+from tests.kernels.targets import TARGETS, Target
 
 if TYPE_CHECKING:
-    from slothplug.kernels.triton.offline import OfflineCase
+    from tests.kernels.offline import OfflineCase
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-# Modules of kernels/triton that define no kernel to launch.
-WITHOUT_LAUNCHES = {"targets", "offline", "launch"}
-KERNEL_MODULES = [
-    name for _, name, _ in pkgutil.iter_modules(slothplug.kernels.triton.__path__) if name not in WITHOUT_LAUNCHES
-]
+# The modules of kernels/triton that define kernels to launch.
+KERNEL_MODULES = [name for _, name, _ in pkgutil.iter_modules(slothplug.kernels.triton.__path__) if name != "launch"]
 OPERATIONS = [name for _, name, package in pkgutil.iter_modules(slothplug.kernels.__path__) if not package]
 
 
@@ -63,12 +60,12 @@ def launch_shape(case: OfflineCase) -> tuple[object, ...]:
 
 def compile_for(target: Target) -> dict[str, str | None]:
     """For each case that is for ``target``, why it cannot run there; None where it can."""
-    from slothplug.kernels.triton.offline import compile_case
+    from tests.kernels.offline import compile_case
+    from tests.kernels.offline_cases import CASES
 
     verdicts: dict[str, str | None] = {}
     for name in KERNEL_MODULES:
-        cases = importlib.import_module(f"slothplug.kernels.triton.{name}").offline_cases()
-        cases = [case for case in cases if case.targets is None or target.name in case.targets]
+        cases = [case for case in CASES[name]() if case.targets is None or target.name in case.targets]
         key = str if target.name in ALL_CASES else launch_shape
         for case in {key(case): case for case in reversed(cases)}.values():
             try:
@@ -83,12 +80,14 @@ def find_gaps() -> list[str]:
     """What the modules define and no case has: a kernel, or the warps of a set of launch knobs."""
     from triton.runtime import JITFunction
 
+    from tests.kernels.offline_cases import CASES
+
     gaps: list[str] = []
     functions: dict[str, bool] = {}
     called: set[str] = set()
     for name in KERNEL_MODULES:
         module = importlib.import_module(f"slothplug.kernels.triton.{name}")
-        cases = list(module.offline_cases())
+        cases = CASES[name]()
         defined = [
             f for f in vars(module).values() if isinstance(f, JITFunction) and f.fn.__module__ == module.__name__
         ]

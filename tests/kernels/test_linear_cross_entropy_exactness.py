@@ -13,7 +13,7 @@ from tests.kernels.linear_cross_entropy_oracle import (
     EPILOGUES,
     HOW,
     assert_as_exact,
-    compute_ahead,
+    compute_in_forward,
     differentiate,
     exactness_draw,
     interpreted,
@@ -61,8 +61,8 @@ def test_options_as_exact_as_stock(
 
 @pytest.mark.parametrize("epilogue", ["cast", "softcap", "divide"])
 @pytest.mark.parametrize("how", ["mean", "mean_scaled", "sum_over_items"])
-def test_bfloat16_ahead_as_exact_as_stock(how: str, epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_ahead(monkeypatch)
+def test_gradients_in_the_forward_as_exact_as_stock(how: str, epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_in_forward(monkeypatch)
     draw = exactness_draw(
         torch.bfloat16, torch.device("cpu"), how, False, "torch", (6, 32, 257), epilogue=EPILOGUES[epilogue]
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from slothplug.kernels.backend import Backend
 from slothplug.kernels.cross_entropy import EpilogueStep
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
-from tests.kernels.linear_cross_entropy_oracle import EPILOGUES, IGNORED, compute_ahead, differentiate, stock
+from tests.kernels.linear_cross_entropy_oracle import EPILOGUES, IGNORED, compute_in_forward, differentiate, stock
 
 # The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -65,7 +65,7 @@ def test_not_finite_logits_do_not_give_a_finite_loss(backend: Backend, device: t
 
 @pytest.mark.parametrize("factors", [(0.0,), (1e-200, 1e-200)])
 def test_a_factor_of_nothing(factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_ahead(monkeypatch)
+    compute_in_forward(monkeypatch)
     hidden, weight = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(9, 8, dtype=torch.bfloat16)
     labels, steps = torch.tensor([1, 2, 3, 4]), tuple(("mul", factor) for factor in factors)
     got = differentiate(lambda h, w: linear_cross_entropy(h, w, labels, epilogue=steps), 1.0, hidden, weight)

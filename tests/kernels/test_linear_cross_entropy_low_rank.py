@@ -15,7 +15,7 @@ from tests.kernels.linear_cross_entropy_oracle import (
     EPILOGUES,
     RANK,
     assert_as_exact,
-    compute_ahead,
+    compute_in_forward,
     differentiate,
     draw_labels,
     exactness_draw,
@@ -59,8 +59,10 @@ def test_low_rank_terms_as_exact_as_stock(
 
 @pytest.mark.parametrize("term", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("how", ["mean", "mean_scaled", "sum_over_items"])
-def test_low_rank_terms_ahead_as_exact_as_stock(how: str, term: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute_ahead(monkeypatch)
+def test_gradients_in_the_forward_as_exact_as_stock(
+    how: str, term: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_in_forward(monkeypatch)
     draw = exactness_draw(
         torch.bfloat16, torch.device("cpu"), how, False, "torch", (6, 32, 257), term=term, epilogue=EPILOGUES["scale"]
     )

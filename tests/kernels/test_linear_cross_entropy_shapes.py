@@ -61,7 +61,6 @@ def test_any_shape_strides_and_options(data: st.DataObject, backend: Backend, de
         "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
         "label_smoothing": data.draw(st.sampled_from([0.0, 0.1, 1.0])),
         "class_weight": torch.rand(vocabulary).to(device) if data.draw(st.booleans()) else None,
-        "z_loss": data.draw(st.sampled_from([0.0, 1e-2])),
         "epilogue": EPILOGUES[data.draw(st.sampled_from(list(EPILOGUES)))],
     }
     spare = data.draw(st.sampled_from([None, 0, 1, 3]))

@@ -2,30 +2,27 @@
 
 One program takes one row and walks the vocabulary twice. The first walk finds lse: every lane keeps its own running
 maximum and sum, with one exponential an element and one more for each group of eight, and no exchange between lanes
-until the end of the row. The second writes d logits over the logits. It goes backwards, because what the first walk
-read last may still be in the L2 cache. Instructions count here: an H200 is nearly as busy with two exponentials an
-element as with its bytes.
+until the end of the row. The second walk overwrites the logits with their gradients. It goes backwards, because what
+the first walk read last may still be in the L2 cache. Instructions count here: an H200 is nearly as busy with two
+exponentials an element as with the element's bytes.
 
 Where the rows' statistics are asked for, the first walk also keeps every lane's sum of e^(z - max) (z - max), from
-which the entropy follows, and the place of its maximum.
+which the entropy follows, and the column of its maximum.
 
-Everything is float32 in registers. lse is not formed for the softmax: max and log-sum stay apart, as their sum would
-lose what a float32 of the size of the largest logit cannot hold.
+Everything is float32 in registers. The softmax is computed from max and log-sum, not from lse: their sum would lose
+what a float32 of the size of the largest logit cannot hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import triton
 import triton.language as tl
 
-from slothplug.kernels.cross_entropy import Epilogue, RowStatistics, Terms, Upstream, split
+from slothplug.kernels.cross_entropy import LossSpec, RowStatistics, Upstream, split
 from slothplug.kernels.triton.launch import launch
-from slothplug.kernels.triton.offline import OfflineCase, noted_launches
 
 
 @dataclass(frozen=True)
@@ -57,15 +54,15 @@ class TritonPrimitives:
         logits: torch.Tensor,
         labels: torch.Tensor,
         losses: torch.Tensor | None,
-        terms: Terms,
+        spec: LossSpec,
         upstream: Upstream | None,
         statistics: RowStatistics | None,
     ) -> None:
         rows, vocabulary = logits.shape
         walk = next(walk for walk in _WALKS if vocabulary <= walk.max_vocabulary)
-        grad, divisor = upstream or (None, None)
+        grad_output, divisor = upstream or (None, None)
         entropy, argmax = statistics or (None, None)
-        inner, outer = terms.epilogue.inner, terms.epilogue.outer
+        inner, outer = spec.epilogue.inner, spec.epilogue.outer
         launch(
             _cross_entropy_rows_kernel,
             (rows,),
@@ -75,27 +72,25 @@ class TritonPrimitives:
             losses,
             entropy,
             argmax,
-            terms.class_weight,
-            terms.class_weight_sum,
-            grad,
+            spec.class_weight,
+            spec.class_weight_sum,
+            grad_output,
             divisor,
             logits.stride(0),
             labels.stride(0),
-            0 if grad is None or grad.ndim == 0 else grad.stride(0),
+            0 if grad_output is None or grad_output.ndim == 0 else grad_output.stride(0),
             vocabulary,
-            terms.ignore_index,
-            1.0 - terms.label_smoothing,
-            terms.label_smoothing / vocabulary,
-            float(terms.z_loss),
+            spec.ignore_index,
+            1.0 - spec.label_smoothing,
+            spec.label_smoothing / vocabulary,
             *split(inner),
             *split(outer),
-            *split(terms.slope),
+            *split(spec.slope),
             INNER=inner != 1.0,
-            TANH=terms.epilogue.tanh,
+            TANH=spec.epilogue.tanh,
             OUTER=outer != 1.0,
-            SLOPE=terms.slope != 1.0,
-            SMOOTHING=terms.label_smoothing != 0.0,
-            Z_LOSS=terms.z_loss != 0.0,
+            SLOPE=spec.slope != 1.0,
+            SMOOTHING=spec.label_smoothing != 0.0,
             WRITE_GRAD=upstream is not None,
             BLOCK=walk.block,
             num_warps=walk.num_warps,
@@ -231,14 +226,14 @@ def _add_statistics(
 
 
 @triton.jit
-def _leave_out(
+def _write_zeros(
     logits_ptr: tl.tensor,
     losses_ptr: tl.tensor,
     logits_stride: tl.tensor,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A row whose label is ignored: no loss, and zero d logits."""
+    """A row whose label is ignored: a loss of zero and gradients of zero."""
     if losses_ptr is not None:
         tl.store(losses_ptr, 0.0)
     if WRITE_GRAD:
@@ -248,7 +243,7 @@ def _leave_out(
 
 
 @triton.jit
-def _d_logits(
+def _grad_logits(
     x: tl.tensor,
     columns: tl.tensor,
     top: tl.tensor,
@@ -269,7 +264,7 @@ def _d_logits(
     SLOPE: tl.constexpr,
     SMOOTHING: tl.constexpr,
 ) -> tl.tensor:
-    """d logits of the elements ``x`` in ``columns``: ``slope`` exp(z - top) less the smoothing and ``onehot``."""
+    """Gradients of the logits ``x`` in ``columns``: ``slope`` exp(z - top) less the smoothing and ``onehot``."""
     argument = _times(x, inner_high, inner_low, INNER)
     z = argument
     if TANH:
@@ -296,16 +291,15 @@ def _cross_entropy_rows_kernel(
     argmax_ptr: tl.tensor,
     class_weight_ptr: tl.tensor,
     class_weight_sum_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
+    grad_output_ptr: tl.tensor,
     divisor_ptr: tl.tensor,
     logits_stride: tl.tensor,
     labels_stride: tl.tensor,
-    grad_stride: tl.tensor,
+    grad_output_stride: tl.tensor,
     vocabulary: tl.tensor,
     ignore_index: tl.tensor,
     nll_share: tl.tensor,
     smooth_share: tl.tensor,
-    z_loss: tl.tensor,
     inner_high: tl.tensor,
     inner_low: tl.tensor,
     outer_high: tl.tensor,
@@ -317,11 +311,11 @@ def _cross_entropy_rows_kernel(
     OUTER: tl.constexpr,
     SLOPE: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     GROUP: tl.constexpr = 8  # a 16-byte load of bfloat16
+    PADDING: tl.constexpr = 64  # logits_stride is the next multiple of it, or the vocabulary itself
     dtype = logits_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -334,7 +328,7 @@ def _cross_entropy_rows_kernel(
     ignored = label == ignore_index
     if entropy_ptr is None:
         if ignored:
-            _leave_out(logits_ptr, losses_ptr, logits_stride, WRITE_GRAD, BLOCK)
+            _write_zeros(logits_ptr, losses_ptr, logits_stride, WRITE_GRAD, BLOCK)
             return
     else:
         label = tl.where(ignored, 0, label)
@@ -377,7 +371,6 @@ def _cross_entropy_rows_kernel(
     row_total = tl.sum(total * _exp(maximum - top), 0)
     log_total = tl.log(row_total)
     nll = log_total + (top - z_target)
-    lse = top + log_total
 
     if entropy_ptr is not None:
         row_moment = tl.sum((moment + (maximum - top) * total) * _exp(maximum - top), 0)
@@ -391,7 +384,7 @@ def _cross_entropy_rows_kernel(
         tl.store(argmax_ptr + row, first.to(tl.int64))
         tl.debug_barrier()  # before any thread overwrites the logits that others have just read once more
         if ignored:
-            _leave_out(logits_ptr, losses_ptr, logits_stride, WRITE_GRAD, BLOCK)
+            _write_zeros(logits_ptr, losses_ptr, logits_stride, WRITE_GRAD, BLOCK)
             return
 
     weight_sum = vocabulary * 1.0
@@ -401,19 +394,15 @@ def _cross_entropy_rows_kernel(
         loss = nll_share * nll
         if SMOOTHING:
             loss += smooth_share * (weight_sum * (log_total + (top - anchor)) - tl.sum(spread, 0))
-        if Z_LOSS:
-            loss += z_loss * lse * lse
         tl.store(losses_ptr, loss)
 
     if WRITE_GRAD:
         slope = nll_share
         if SMOOTHING:
             slope += smooth_share * weight_sum
-        if Z_LOSS:
-            slope += 2.0 * z_loss * lse
         scale = 1.0
-        if grad_ptr is not None:
-            scale = tl.load(grad_ptr + row * grad_stride).to(tl.float32)
+        if grad_output_ptr is not None:
+            scale = tl.load(grad_output_ptr + row * grad_output_stride).to(tl.float32)
         if divisor_ptr is not None:
             scale = scale / tl.load(divisor_ptr)
         slope = slope / row_total * scale
@@ -423,75 +412,20 @@ def _cross_entropy_rows_kernel(
             columns = whole - done + lanes
             mask = columns < logits_stride
             x = tl.load(logits_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            d = _d_logits(
+            d = _grad_logits(
                 x, columns, top, slope, smooth_share, class_weight_ptr, vocabulary,
                 inner_high, inner_low, outer_high, outer_low, slope_high, slope_low, None,
                 INNER, TANH, OUTER, SLOPE, SMOOTHING,
             )  # fmt: skip
             tl.store(logits_ptr + columns, d.to(dtype), mask=mask, eviction_policy="evict_first")
         # The target's element once more, alone: a comparison for every element would cost as much as its exponential.
-        d_target = _d_logits(
+        d_target = _grad_logits(
             x_target, label, top, slope, smooth_share, class_weight_ptr, vocabulary,
             inner_high, inner_low, outer_high, outer_low, slope_high, slope_low, nll_share * scale,
             INNER, TANH, OUTER, SLOPE, SMOOTHING,
         )  # fmt: skip
-        tl.debug_barrier()  # after another thread's store to it
+        tl.debug_barrier()  # after other threads' stores to the same elements
         tl.store(logits_ptr + label, d_target.to(dtype))
-
-
-# The ways in which a loss is computed: without gradients; with gradients ahead of backward, of a mean and of a sum,
-# which divides by nothing; with those of backward, which has an upstream gradient for each row.
-_Way = Literal["loss", "ahead", "ahead_of_sum", "backward"]
-
-
-def offline_cases() -> Iterable[OfflineCase]:
-    """Each way in bfloat16; each walk, alignment, dtype, epilogue and option where it meets the most code, ahead."""
-    plain = Epilogue(1.0, False, 1.0, torch.float32)
-    capped = Epilogue(1 / 30, True, 30.0, torch.float32)
-    scaled = Epilogue(0.0625, False, 1.0, torch.float32)
-    with noted_launches() as cases:
-        for way in get_args(_Way):
-            _note(torch.bfloat16, 128256, plain, way)
-        for vocabulary in (257, 1000, 65537):
-            _note(torch.bfloat16, vocabulary, plain)
-        for dtype in (torch.float16, torch.float32):
-            _note(dtype, 128256, plain)
-            _note(dtype, 128256, capped, "backward")
-        _note(torch.bfloat16, 256000, capped)
-        _note(torch.bfloat16, 256000, scaled)
-        _note(torch.bfloat16, 128256, plain, label_smoothing=0.1, z_loss=1e-4)
-        _note(torch.bfloat16, 128256, capped, label_smoothing=0.1, weighted=True)
-        for epilogue in (plain, capped):
-            _note(torch.bfloat16, 128256, epilogue, with_statistics=True)
-        for shape, factor in (((128256, 4096), ()), ((8192, 4096), (8192,)), ((257,), ())):
-            gradient, result = (torch.empty(shape, dtype=t, device="meta") for t in (torch.float32, torch.bfloat16))
-            TritonPrimitives.scale(gradient, torch.empty(factor, device="meta"), result)
-    return cases
-
-
-def _note(
-    dtype: torch.dtype,
-    vocabulary: int,
-    epilogue: Epilogue,
-    way: _Way = "ahead",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    weighted: bool = False,
-    with_statistics: bool = False,
-) -> None:
-    logits = torch.empty(2048, -(-vocabulary // 64) * 64, dtype=dtype, device="meta")[:, :vocabulary]
-    labels = torch.empty(2048, dtype=torch.int64, device="meta")
-    losses = torch.empty(2048, device="meta")
-    scalar = torch.empty((), device="meta")
-    class_weight = torch.empty(vocabulary, device="meta") if weighted else None
-    slope = epilogue.inner * epilogue.outer
-    terms = Terms(-100, label_smoothing, z_loss, epilogue, slope, class_weight, scalar if weighted else None)
-    upstream = {
-        "loss": None,
-        "ahead": Upstream(None, scalar),
-        "ahead_of_sum": Upstream(None, None),
-        "backward": Upstream(losses, None),
-    }[way]
-    statistics = RowStatistics.empty(2048, torch.device("meta")) if with_statistics else None
-    losses_out = None if way == "backward" else losses
-    TritonPrimitives.cross_entropy_rows(logits, labels, losses_out, terms, upstream, statistics)
+        for start in range(vocabulary, logits_stride, PADDING):
+            padding = start + tl.arange(0, PADDING)
+            tl.store(logits_ptr + padding, tl.zeros([PADDING], dtype), mask=padding < logits_stride)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slothplug.kernels.glu import Activation, Layout, split_packed
+from slothplug.kernels.glu import Activation
 from slothplug.kernels.triton.launch import launch
-from slothplug.kernels.triton.offline import OfflineCase, noted_launches
 
 
 @dataclass(frozen=True)
@@ -210,30 +208,3 @@ def _launch(
     column_blocks = triton.cdiv(columns, tile.block)
     arguments = (*tensors, columns, column_blocks, *strides, activation, tile.block)
     launch(kernel, (rows * column_blocks,), inputs[0].device, *arguments, num_warps=tile.num_warps)
-
-
-def offline_cases() -> list[OfflineCase]:
-    """Every activation in both directions; then each dtype, tile, kind of strides and set of destinations once."""
-
-    def packed(rows: int, columns: int, dtype: torch.dtype, layout: Layout) -> tuple[Tensor, Tensor]:
-        return split_packed(torch.empty(rows, 2 * columns, dtype=dtype, device="meta"), layout)
-
-    def both_directions(activation: Activation, gate: Tensor, up: Tensor) -> None:
-        out = torch.empty(gate.shape, dtype=gate.dtype, device="meta")
-        TritonPrimitives.forward(gate, up, activation, out)
-        TritonPrimitives.backward(out, gate, up, activation, d_gate=gate, d_up=up)
-
-    with noted_launches() as cases:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            x = torch.empty(8192, 14336, dtype=dtype, device="meta")
-            for activation in get_args(Activation) if dtype is torch.bfloat16 else ("silu",):
-                both_directions(activation, x, x)
-        both_directions("silu", *packed(8192, 14336, torch.bfloat16, "gate_up"))
-        both_directions("silu", *packed(8192, 14336, torch.bfloat16, "interleaved"))
-        both_directions("silu", *packed(8192, 77, torch.float32, "gate_up"))  # the narrow tile, nothing aligned
-        x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device="meta")  # a column count beyond int32
-        both_directions("silu", x, x)
-        gate, up = packed(8192, 14336, torch.bfloat16, "gate_up")
-        for destinations in ({"d_gate": gate}, {"d_up": up}):
-            TritonPrimitives.backward(gate, gate, up, "silu", **destinations)
-    return cases

@@ -19,7 +19,6 @@ import triton.language as tl
 
 from slothplug.kernels.rms_norm import Variant, output_dtype
 from slothplug.kernels.triton.launch import Rows, empty_in_order, launch, row_offset, row_order
-from slothplug.kernels.triton.offline import OfflineCase, noted_launches
 
 
 @dataclass(frozen=True)
@@ -390,29 +389,3 @@ def _backward_weight_wide(
         x = tl.load(x_row + column64 * x_stride_column, mask=mask, other=0.0).to(tl.float32)
         partial += grad * (x * tl.load(rstd_ptr + row))
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * HIDDEN + column, partial, mask=mask)
-
-
-def offline_cases() -> list[OfflineCase]:
-    """Each tile and the wide kernels in bfloat16; each dtype, variant and set of gradients at one tile and wide."""
-    llama, gemma = Variant(1e-5, 0.0, "before_weight"), Variant(1e-6, 1.0, "after_weight")
-    wide = 3 * _WIDE_COLUMNS
-    with noted_launches() as cases:
-        for hidden in (*(tile.max_hidden for tile in _TILES), wide):
-            _note(hidden, torch.bfloat16, llama)
-        for hidden in (4096, wide):
-            _note(hidden, torch.bfloat16, gemma)
-            _note(hidden, torch.float16, llama)
-            _note(hidden, torch.float32, gemma)
-            _note(hidden, torch.bfloat16, llama, weighted=False)
-            _note(hidden, torch.bfloat16, llama, needs=(True, False))
-            _note(hidden, torch.bfloat16, llama, needs=(False, True))
-    return cases
-
-
-def _note(
-    hidden: int, dtype: torch.dtype, variant: Variant, weighted: bool = True, needs: tuple[bool, bool] = (True, True)
-) -> None:
-    x = torch.empty(8192, hidden, dtype=dtype, device="meta")
-    weight = torch.empty(hidden, dtype=dtype, device="meta") if weighted else None
-    y, rstd = TritonPrimitives.forward(x, weight, variant)
-    TritonPrimitives.backward(y, x, weight, rstd, variant, needs)

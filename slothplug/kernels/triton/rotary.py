@@ -16,7 +16,6 @@ import triton.language as tl
 
 from slothplug.kernels.rotary import Pair, Rotation
 from slothplug.kernels.triton.launch import launch
-from slothplug.kernels.triton.offline import OfflineCase, noted_launches
 
 
 @dataclass(frozen=True)
@@ -263,32 +262,3 @@ def _rotate(
             PAIRS,
             REST,
         )
-
-
-def offline_cases() -> list[OfflineCase]:
-    """Each tile; each layout, table and direction; partial rotation, one tensor alone, and each dtype."""
-    llama = Rotation(0, 128, reads_interleaved=False, writes_interleaved=False, table="halves")
-    cohere = Rotation(0, 128, reads_interleaved=True, writes_interleaved=True, table="neighbours")
-    deepseek = Rotation(0, 64, reads_interleaved=True, writes_interleaved=False, table="shared")
-    partial = Rotation(0, 20, reads_interleaved=False, writes_interleaved=False, table="halves")
-    with noted_launches() as cases:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            _note(32, 8, 128, dtype, llama)
-        _note(14, 2, 64, torch.bfloat16, llama._replace(width=64))
-        _note(4, None, 128, torch.bfloat16, llama)
-        _note(32, 8, 128, torch.bfloat16, llama.transpose())
-        for layout in (cohere, deepseek, deepseek._replace(table="halves")):
-            for rotation in (layout, layout.transpose()):
-                _note(32, 8, rotation.width, torch.bfloat16, rotation)
-        for start in (0, 60):
-            _note(32, 32, 80, torch.bfloat16, partial._replace(start=start))
-    return cases
-
-
-def _note(heads: int, heads_2: int | None, head_dim: int, dtype: torch.dtype, rotation: Rotation) -> None:
-    def pair(heads: int) -> Pair:
-        x = torch.empty(4, 2048, heads, head_dim, dtype=dtype, device="meta").transpose(1, 2)
-        return x, torch.empty_like(x)
-
-    table = torch.empty(1, 2048, rotation.width // 2 if rotation.table == "shared" else rotation.width, device="meta")
-    TritonPrimitives.rotate([pair(heads), *([] if heads_2 is None else [pair(heads_2)])], table, table, rotation)

@@ -1,22 +1,5 @@
-"""Compiles the kernels for GPUs that are not there.
+"""Compiles the kernels for GPUs that are not there; ``offline_cases.py`` has the cases.
 
-Each file of kernels in this package has a function
-
-    def offline_cases() -> Iterable[OfflineCase]:
-
-that names every kernel of the file with every set of launch knobs its tables hold, and each dtype and constexpr branch
-at least once. The shortest way, and the one that cannot drift from the real launch, is to run the host functions on
-tensors that have no memory and to note what they would have launched:
-
-    def offline_cases() -> Iterable[OfflineCase]:
-        with noted_launches() as cases:
-            for dtype in (torch.bfloat16, torch.float32):
-                x = torch.empty(8192, 4096, dtype=dtype, device="meta")
-                forward(x, ...)
-        return cases
-
-Where a host function needs a real device (it asks for the number of multiprocessors, say), call
-``OfflineCase.of_launch(kernel, *arguments, **keywords)`` with the arguments that it would hand to ``kernel[grid]``.
 A case is compiled for every target; where it is for newer GPUs only (a tile that the host picks there), say so with
 ``dataclasses.replace(case, targets=("sm_90", "sm_100"))``. A case costs about 0.2 s of CPU time a target, 1 to 2 s with
 ``tl.dot``; equal cases are compiled once.
@@ -37,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slothplug.kernels.triton.launch import wider_warps
-from slothplug.kernels.triton.targets import Target
+from tests.kernels.targets import Target
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -59,11 +42,11 @@ class OfflineCase:
     Attributes:
         kernel: the ``@triton.jit`` function.
         signature: Triton type of each argument that is not in ``constexprs``, as in ``triton.tools.compile``:
-            ``"*bf16"``, ``"i32"``, ``"fp32"``; with ``":16"`` behind where the value (the address) is a multiple of 16.
+            ``"*bf16"``, ``"i32"``, ``"fp32"``; followed by ``":16"`` where the value (the address) is a multiple of 16.
         constexprs: the other arguments: ``tl.constexpr`` parameters, integers equal to 1, pointers that are None.
         num_warps: warps of 32 threads, as ``launch`` takes them.
         num_stages: launch option; None is Triton's default.
-        targets: names of the targets it is for; None is all of ``TARGETS``.
+        targets: names of the targets to compile for; None is all of ``TARGETS``.
     """
 
     kernel: Any
@@ -107,15 +90,15 @@ def _triton_type(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def noted_launches() -> Iterator[list[OfflineCase]]:
-    """Inside, a launch of any Triton kernel is noted in the list and not run."""
+def recorded_launches() -> Iterator[list[OfflineCase]]:
+    """Inside, a launch of any Triton kernel is recorded in the list and not run."""
     cases: list[OfflineCase] = []
 
-    def note(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+    def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
         cases.append(OfflineCase.of_launch(kernel, *arguments, **keywords))
 
     run = triton.runtime.JITFunction.run
-    triton.runtime.JITFunction.run = note
+    triton.runtime.JITFunction.run = record
     try:
         yield cases
     finally:
