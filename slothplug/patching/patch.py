@@ -21,6 +21,7 @@ from slothplug.errors import (
     UnsupportedVersionError,
 )
 from slothplug.kernels.backend import why_not_triton
+from slothplug.patching.compiled import why_not_compiled
 from slothplug.patching.eligibility import Guard
 from slothplug.patching.forward_context import Outermost, with_call
 from slothplug.patching.model_context import ModelContext
@@ -67,6 +68,14 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
     return _patch(model, Settings.from_flag(settings))[0]
 
 
+def report_left(model: nn.Module, settings: Settings, refusal: Refusal) -> Report:
+    """``patch`` for a caller who knows that nothing fused would run: every site is left with ``refusal``.
+
+    The report, the warning and what ``strict`` raises are those of a patch that fused nothing.
+    """
+    return _patch(model, settings, refusal)[0]
+
+
 @contextmanager
 def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Iterator[Report]:
     """``patch`` for a ``with`` block: when the block ends, also by an exception, the model is what it was.
@@ -82,8 +91,13 @@ def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings
             give_back(module)
 
 
-def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn.Module]]:
-    """The report, and the modules that got a private class; none has one if an exception is raised."""
+def _patch(
+    model: nn.Module, settings: Settings | None, refusal: Refusal | None = None
+) -> tuple[Report, list[nn.Module]]:
+    """The report, and the modules that got a private class; none has one if an exception is raised.
+
+    ``refusal`` says why no module is to be served; None where nothing stands against it.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"slothplug patches a torch.nn.Module, not a {type(model).__name__}.")
     wrappers, core = wrappers_and_core(model)
@@ -99,8 +113,9 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
 
     earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
     context, guard = _context_of(earlier, settings), _guard_of(earlier)
+    refused = why_not_compiled(model) if refusal is None else dict.fromkeys(core.modules(), refusal)
     with stock_modes(_home(core)):
-        sites = list(_proved_sites(core, settings, report, earlier))
+        sites = list(_proved_sites(core, settings, report, earlier, refused))
     taken: list[nn.Module] = []
     try:
         plugin_manager().hook.slothplug_before_patch(model=core, sites=sites, settings=settings)
@@ -195,7 +210,11 @@ def _judge_backend(core: nn.Module, settings: Settings) -> Iterator[str]:
 
 
 def _proved_sites(
-    core: nn.Module, settings: Settings, report: Report, earlier: Mapping[nn.Module, Served[Any, Any] | Outermost]
+    core: nn.Module,
+    settings: Settings,
+    report: Report,
+    earlier: Mapping[nn.Module, Served[Any, Any] | Outermost],
+    refused: Mapping[nn.Module, Refusal],
 ) -> Iterator[Site[Any]]:
     """Yields the sites to patch; enters into the report those that are left, and those that an earlier patch serves."""
     claimed: set[tuple[nn.Module, str]] = set()
@@ -206,7 +225,9 @@ def _proved_sites(
                 continue
             claimed.add((item.module, item.op))
             server = served_by.get(item.module)
-            if isinstance(item, Left):
+            if item.module in refused and not (isinstance(item, Left) and item.refusal.excused):
+                _leave(report, _left(item, refused[item.module]))
+            elif isinstance(item, Left):
                 _leave(report, item)
             elif isinstance(state := earlier.get(item.module), Served) and server == item.op:
                 _enter(report, item, state.calls)
@@ -271,7 +292,7 @@ def _enter(report: Report, site: Site[Any], calls: Calls) -> None:
     )
 
 
-def _left(site: Site[Any], refusal: Refusal) -> Left:
+def _left(site: Site[Any] | Left, refusal: Refusal) -> Left:
     return Left(site.op, site.name, site.module, refusal)
 
 
