@@ -59,8 +59,8 @@ def test_a_compiled_module_is_left_with_the_reason(
         assert f"torch.compile compiles '{path}'" in site.reason
         assert not site.excused
     torch.testing.assert_close(model(input_ids=IDS, labels=IDS).loss, stock(input_ids=IDS, labels=IDS).loss)
-    with pytest.raises(slothplug.NothingFusedError, match="torch.compile compiles"):
-        report.undo()
+    report.undo()
+    with pytest.raises(slothplug.NothingFusedError, match=r"torch\.compile compiles"):
         slothplug.patch(model, {"strict": True})
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 
-import slothplug
 from tests.patching.full_and_lora import IDS, assert_same, core, full, gradients, lora, pair, reasons, step
 
 

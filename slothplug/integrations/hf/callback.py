@@ -171,8 +171,8 @@ def _why_not_compiling(args: TrainingArguments) -> Refusal | None:
     if backend is None or backend.value == "NO":
         return None
     return Refusal(
-        f"accelerate compiles the model (dynamo_backend {backend.value.lower()}), {served}; leave out --dynamo_backend, "
-        f"or set dynamo_backend to no in accelerate's configuration, to have the model fused"
+        f"accelerate compiles the model (dynamo_backend {backend.value.lower()}), {served}; leave out "
+        f"--dynamo_backend, or set dynamo_backend to no in accelerate's configuration, to have the model fused"
     )
 
 
