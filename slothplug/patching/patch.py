@@ -101,6 +101,8 @@ def _patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"slothplug patches a torch.nn.Module, not a {type(model).__name__}.")
     wrappers, core = wrappers_and_core(model)
+    manager = plugin_manager()
+    faults_before = len(manager.faults)
     registered = {operation.name: operation for operation in operations()}
     known = list(registered)
     if settings is None:
@@ -118,7 +120,7 @@ def _patch(
         sites = list(_proved_sites(core, settings, report, earlier, refused))
     taken: list[nn.Module] = []
     try:
-        plugin_manager().hook.slothplug_before_patch(model=core, sites=sites, settings=settings)
+        manager.hook.slothplug_before_patch(model=core, sites=tuple(sites), settings=settings)
         for site in sites:
             taken.append(site.module)
             _serve(site, context, registered[site.op], report)
@@ -128,7 +130,9 @@ def _patch(
                 taken.append(module)
                 take(module, with_call, Outermost(context, guard))  # type: ignore[arg-type]
         guard.forget()
-        plugin_manager().hook.slothplug_after_patch(model=core, report=report)
+        manager.hook.slothplug_after_patch(model=core, report=report)
+        faults = (*manager.load_faults, *manager.faults[faults_before:])
+        report.notes.extend(dict.fromkeys(fault.sentence for fault in faults))
         _conclude(report, core)
     except BaseException:
         for module in taken:
@@ -251,6 +255,8 @@ def _verdict(site: Site[Any], settings: Settings) -> Refusal | None:
         with preserved_rng():
             try:
                 refusal = site.prove()
+                if refusal is not None and not isinstance(refusal, Refusal):
+                    raise TypeError(f"prove returned {type(refusal).__name__}, not Refusal or None")
             except Exception as error:  # a probe that cannot run is a site that cannot be proved, this time
                 return Refusal(f"its probe failed: {type(error).__name__}: {error}")
         _verdicts[key] = refusal and refusal.within(f"kernel {site.kernel.name}")
