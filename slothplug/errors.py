@@ -32,7 +32,7 @@ class UndoError(SlothplugError, RuntimeError):
 
 
 class NothingFusedWarning(UserWarning):
-    """The flag is on and no site of the model could be fused."""
+    """The flag is on and no site of the model could be fused, or what was fused is compiled and runs stock."""
 
 
 class StaleLogitsError(SlothplugError, RuntimeError):

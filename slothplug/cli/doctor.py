@@ -21,11 +21,14 @@ from slothplug.versions import PACKAGES, PEFT, Package
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table; ``state`` "broken" means that training would not work, "untested" that it may."""
+    """One line of the table.
+
+    ``state`` "broken" means that training would not work, "untested" that it may, "failed" that it goes on without.
+    """
 
     subject: str
     found: str
-    state: Literal["ok", "absent", "untested", "broken"]
+    state: Literal["ok", "absent", "untested", "failed", "broken"]
     advice: str = ""
 
 
@@ -34,10 +37,11 @@ def run_doctor() -> int:
     console = Console()
     findings = [*_packages(), *_devices(), _plugins(), *_operations()]
     findings.append(_training(findings))
+    findings += _plugin_faults()
     table = Table(title=f"slothplug {slothplug.__version__}, Python {platform.python_version()}", title_justify="left")
     for column in ("", "found", "state"):
         table.add_column(column)
-    colour = {"ok": "green", "absent": "dim", "untested": "yellow", "broken": "red"}
+    colour = {"ok": "green", "absent": "dim", "untested": "yellow", "failed": "red", "broken": "red"}
     for finding in findings:
         table.add_row(finding.subject, finding.found, f"[{colour[finding.state]}]{finding.state}[/]")
     console.print(table)
@@ -116,6 +120,13 @@ def _plugins() -> Finding:
     manager = slothplug.plugin_manager()
     names = [name for name, plugin in manager.list_name_plugin() if plugin is not None]
     return Finding("plugins", ", ".join(names), "ok")
+
+
+def _plugin_faults() -> Iterator[Finding]:
+    """What third-party plugins have done wrong in this process, the training step included."""
+    manager = slothplug.plugin_manager()
+    for plugin, sentence in dict.fromkeys((*manager.load_faults, *manager.faults)):
+        yield Finding(f"plugin {plugin}", "left out", "failed", f"{sentence}. Mend the plugin, or uninstall it")
 
 
 def _operations() -> Iterator[Finding]:

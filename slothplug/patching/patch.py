@@ -21,6 +21,7 @@ from slothplug.errors import (
     UnsupportedVersionError,
 )
 from slothplug.kernels.backend import why_not_triton
+from slothplug.patching.compiled import why_not_compiled
 from slothplug.patching.eligibility import Guard
 from slothplug.patching.forward_context import Outermost, with_call
 from slothplug.patching.model_context import ModelContext
@@ -67,6 +68,14 @@ def patch(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True
     return _patch(model, Settings.from_flag(settings))[0]
 
 
+def report_left(model: nn.Module, settings: Settings, refusal: Refusal) -> Report:
+    """``patch`` for a caller who knows that nothing fused would run: every site is left with ``refusal``.
+
+    The report, the warning and what ``strict`` raises are those of a patch that fused nothing.
+    """
+    return _patch(model, settings, refusal)[0]
+
+
 @contextmanager
 def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings = True) -> Iterator[Report]:
     """``patch`` for a ``with`` block: when the block ends, also by an exception, the model is what it was.
@@ -82,11 +91,18 @@ def fast_kernels(model: nn.Module, settings: bool | Mapping[str, Any] | Settings
             give_back(module)
 
 
-def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn.Module]]:
-    """The report, and the modules that got a private class; none has one if an exception is raised."""
+def _patch(
+    model: nn.Module, settings: Settings | None, refusal: Refusal | None = None
+) -> tuple[Report, list[nn.Module]]:
+    """The report, and the modules that got a private class; none has one if an exception is raised.
+
+    ``refusal`` says why no module is to be served; None where nothing stands against it.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"slothplug patches a torch.nn.Module, not a {type(model).__name__}.")
     wrappers, core = wrappers_and_core(model)
+    manager = plugin_manager()
+    faults_before = len(manager.faults)
     registered = {operation.name: operation for operation in operations()}
     known = list(registered)
     if settings is None:
@@ -99,11 +115,12 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
 
     earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
     context, guard = _context_of(earlier, settings), _guard_of(earlier)
+    refused = why_not_compiled(model) if refusal is None else dict.fromkeys(core.modules(), refusal)
     with stock_modes(_home(core)):
-        sites = list(_proved_sites(core, settings, report, earlier))
+        sites = list(_proved_sites(core, settings, report, earlier, refused))
     taken: list[nn.Module] = []
     try:
-        plugin_manager().hook.slothplug_before_patch(model=core, sites=sites, settings=settings)
+        manager.hook.slothplug_before_patch(model=core, sites=tuple(sites), settings=settings)
         for site in sites:
             taken.append(site.module)
             _serve(site, context, registered[site.op], report)
@@ -113,7 +130,9 @@ def _patch(model: nn.Module, settings: Settings | None) -> tuple[Report, list[nn
                 taken.append(module)
                 take(module, with_call, Outermost(context, guard))  # type: ignore[arg-type]
         guard.forget()
-        plugin_manager().hook.slothplug_after_patch(model=core, report=report)
+        manager.hook.slothplug_after_patch(model=core, report=report)
+        faults = (*manager.load_faults, *manager.faults[faults_before:])
+        report.notes.extend(dict.fromkeys(fault.sentence for fault in faults))
         _conclude(report, core)
     except BaseException:
         for module in taken:
@@ -195,7 +214,11 @@ def _judge_backend(core: nn.Module, settings: Settings) -> Iterator[str]:
 
 
 def _proved_sites(
-    core: nn.Module, settings: Settings, report: Report, earlier: Mapping[nn.Module, Served[Any, Any] | Outermost]
+    core: nn.Module,
+    settings: Settings,
+    report: Report,
+    earlier: Mapping[nn.Module, Served[Any, Any] | Outermost],
+    refused: Mapping[nn.Module, Refusal],
 ) -> Iterator[Site[Any]]:
     """Yields the sites to patch; enters into the report those that are left, and those that an earlier patch serves."""
     claimed: set[tuple[nn.Module, str]] = set()
@@ -206,7 +229,9 @@ def _proved_sites(
                 continue
             claimed.add((item.module, item.op))
             server = served_by.get(item.module)
-            if isinstance(item, Left):
+            if item.module in refused and not (isinstance(item, Left) and item.refusal.excused):
+                _leave(report, _left(item, refused[item.module]))
+            elif isinstance(item, Left):
                 _leave(report, item)
             elif isinstance(state := earlier.get(item.module), Served) and server == item.op:
                 _enter(report, item, state.calls)
@@ -230,6 +255,8 @@ def _verdict(site: Site[Any], settings: Settings) -> Refusal | None:
         with preserved_rng():
             try:
                 refusal = site.prove()
+                if refusal is not None and not isinstance(refusal, Refusal):
+                    raise TypeError(f"prove returned {type(refusal).__name__}, not Refusal or None")
             except Exception as error:  # a probe that cannot run is a site that cannot be proved, this time
                 return Refusal(f"its probe failed: {type(error).__name__}: {error}")
         _verdicts[key] = refusal and refusal.within(f"kernel {site.kernel.name}")
@@ -271,7 +298,7 @@ def _enter(report: Report, site: Site[Any], calls: Calls) -> None:
     )
 
 
-def _left(site: Site[Any], refusal: Refusal) -> Left:
+def _left(site: Site[Any] | Left, refusal: Refusal) -> Left:
     return Left(site.op, site.name, site.module, refusal)
 
 

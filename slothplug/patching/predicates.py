@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -63,10 +63,10 @@ def why_not_touchable(module: nn.Module, known: tuple[type, ...] = ()) -> Refusa
 
     ``known`` are types of weights that the caller can read, beside plain tensors.
     """
+    if "_hf_hook" in module.__dict__:
+        return _why_not_dispatched(module.__dict__["_hf_hook"])
     if "forward" in module.__dict__:
         return Refusal("its forward was replaced on the instance by somebody else")
-    if hasattr(module, "_hf_hook"):
-        return Refusal("accelerate's device hooks wrap its forward")
     if hasattr(module, "parametrizations"):
         return Refusal("its weights are parametrized")
     for tensor in module.parameters(recurse=False):
@@ -77,3 +77,17 @@ def why_not_touchable(module: nn.Module, known: tuple[type, ...] = ()) -> Refusa
         if not plain(tensor) and type(tensor) not in known:
             return Refusal(f"its weights are of type {type(tensor).__name__}")
     return None
+
+
+def _why_not_dispatched(hook: Any) -> Refusal:
+    """Why a module is left that accelerate dispatched: its hook holds the stock forward and calls that."""
+    parts = getattr(hook, "hooks", (hook,))  # accelerate's SequentialHook is made of several
+    if any(getattr(part, "offload", False) for part in parts):
+        return Refusal(
+            "accelerate loads its weights for each call (device_map with offload); load the model without device_map, "
+            "or with a device_map that names one GPU for all of it"
+        )
+    return Refusal(
+        f"accelerate's {type(hook).__name__} calls its stock forward (device_map over several devices); load the model "
+        f"without device_map, or with a device_map that names one device for all of it"
+    )

@@ -22,6 +22,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def twin(module: Module, dtype: torch.dtype, children: Mapping[str, nn.Module] | None = None) -> Module:
     """A module of the stock class of ``module`` with its attributes, fresh random weights, no hooks and no ``forward``.
 
+    Nor is it compiled: what ``module.compile()`` leaves on an instance calls that instance.
+
     Methods of the original among its attributes become the twin's. Own parameters have the original's shapes and
     devices, ``dtype``, and values drawn around 1 (so that a norm's weight matters); buffers are copied. Children are
     shared unless ``children`` names a replacement. Nothing that the twin does to its parameters, buffers or flags
@@ -29,7 +31,7 @@ def twin(module: Module, dtype: torch.dtype, children: Mapping[str, nn.Module] |
     """
     double: Any = object.__new__(stock_class(module))
     for key, value in module.__dict__.items():
-        if key not in (STATE, "forward"):
+        if key not in (STATE, "forward", "_compiled_call_impl"):
             of_original = isinstance(value, MethodType) and value.__self__ is module
             double.__dict__[key] = MethodType(value.__func__, double) if of_original else value
     for key, value in nn.Module().__dict__.items():

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
+import slothplug
 from slothplug import NothingFusedError, NothingFusedWarning, SettingsError
 from slothplug.integrations.hf import FastKernelsCallback
 from tests.hf.tiny import RecordingTrainer, arguments, llama, patched_modules, rows, with_lora
@@ -40,6 +42,17 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def one_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate's process-wide state as a process of its own would have it."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")  # transformers 4 sets it
+    AcceleratorState._reset_state()
+    torch._dynamo.reset()
+    yield
+    AcceleratorState._reset_state()
+    torch._dynamo.reset()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -178,6 +191,35 @@ def test_nothing_fused_warns_once(tmp_path: Path) -> None:
 def test_nothing_fused_raises_in_strict_mode(tmp_path: Path) -> None:
     with pytest.raises(NothingFusedError, match="no site was found"):
         _trainer(tmp_path, NothingToFuse(), FastKernelsCallback({"strict": True}))
+
+
+def test_a_trainer_that_compiles_says_that_nothing_is_fused_before_step_0(
+    tmp_path: Path, one_accelerator: None
+) -> None:
+    model, fast = llama(layers=1), FastKernelsCallback()
+    slothplug.patch(model)  # as Axolotl's plugin does before the trainer is built
+    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
+    with pytest.warns(NothingFusedWarning, match="torch_compile is true"):
+        trainer = Trainer(model, args, train_dataset=rows(8), callbacks=[fast])
+    assert not patched_modules(model)
+    assert not fast.report.fused
+    assert {site.op for site in fast.report.left} == {"rms_norm", "rotary", "glu", "head"}
+    trainer.train()
+    assert not patched_modules(model)
+
+
+def test_a_trainer_that_compiles_is_refused_in_strict_mode(tmp_path: Path, one_accelerator: None) -> None:
+    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
+    with pytest.raises(NothingFusedError, match="torch_compile is true"):
+        Trainer(llama(layers=1), args, train_dataset=rows(8), callbacks=[FastKernelsCallback({"strict": True})])
+
+
+def test_accelerates_own_switch_compiles_too(
+    tmp_path: Path, one_accelerator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.warns(NothingFusedWarning, match="dynamo_backend eager"):
+        Trainer(llama(layers=1), arguments(tmp_path), train_dataset=rows(8), callbacks=[FastKernelsCallback()])
 
 
 def _lines(

@@ -37,11 +37,11 @@ def classes(model: nn.Module) -> list[type]:
 
 @pytest.fixture
 def plugin() -> Iterator[SimpleNamespace]:
-    """A plugin whose hook after the patch raises, registered for one test."""
+    """A plugin whose hook after the patch refuses it, registered for one test."""
 
     @hookimpl
     def slothplug_after_patch(model: nn.Module, report: slothplug.Report) -> None:
-        raise RuntimeError("a plugin's hook failed")
+        raise slothplug.ConflictError("a plugin refuses the patch")
 
     plugin = SimpleNamespace(slothplug_after_patch=slothplug_after_patch)
     slothplug.plugin_manager().register(plugin)
@@ -52,7 +52,7 @@ def plugin() -> Iterator[SimpleNamespace]:
 def test_a_patch_that_raises_changes_nothing(tiny_llama: Callable[..., nn.Module], plugin: SimpleNamespace) -> None:
     model = adapted(tiny_llama())
     before = classes(model)
-    with pytest.raises(RuntimeError, match="a plugin's hook failed"):
+    with pytest.raises(slothplug.ConflictError, match="a plugin refuses the patch"):
         slothplug.patch(model)
     assert classes(model) == before
 

@@ -14,8 +14,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from slothplug.integrations.hf.throughput import Throughput
 from slothplug.ops.head import trl_computes_the_loss
-from slothplug.patching.patch import patch
-from slothplug.patching.report import Report
+from slothplug.patching.compiled import is_compiled
+from slothplug.patching.patch import patch, report_left
+from slothplug.patching.report import Report, unpatch
+from slothplug.patching.sites import Refusal
 from slothplug.patching.unwrap import wrappers_and_core
 from slothplug.settings import Settings
 
@@ -29,6 +31,9 @@ class FastKernelsCallback(TrainerCallback):
     (``model_init``), has got new modules (adapters) or a head of TRL's own, or the callback came late
     (``trainer.add_callback``). A reference model that the trainer holds (TRL's ``ref_model``) is patched when training
     begins. Models stay patched after training; ``callback.report.undo()`` makes the trained one what it was.
+
+    Where the trainer will compile its model (``torch_compile``), the model is not patched, or given back where it was:
+    a compiler is given the stock forwards, so nothing fused would run. The report and a warning say so.
 
     Args:
         settings: the flag's value: ``True``, a mapping of settings, or ``Settings``. With ``False`` nothing is done.
@@ -63,7 +68,7 @@ class FastKernelsCallback(TrainerCallback):
     ) -> None:
         if self.settings is not None:
             _set_log_level(args)
-            self._patch(model, self.settings)
+            self._patch(model, self.settings, args)
             self.reference_report = None
 
     def on_train_begin(
@@ -73,10 +78,10 @@ class FastKernelsCallback(TrainerCallback):
             return
         _set_log_level(args)
         if self._seen is None or self._seen.differs_from(model):
-            self._patch(model, self.settings)
+            self._patch(model, self.settings, args)
         elif self.report is not None and _lost_its_head(self.report, model):
             self.report.undo()
-            self._patch(model, self.settings)
+            self._patch(model, self.settings, args)
         reference = getattr(_calling_trainer(), "ref_model", None)
         if reference is not None and self.reference_report is None:
             self.reference_report = patch(reference, self.settings)
@@ -109,8 +114,11 @@ class FastKernelsCallback(TrainerCallback):
         if self.report and (any(site.calls.fallbacks for site in self.report.fused) or self.report.idle()):
             logger.info("%s", self.report)
 
-    def _patch(self, model: nn.Module, settings: Settings) -> None:
-        self.report = patch(model, settings)
+    def _patch(self, model: nn.Module, settings: Settings, args: TrainingArguments) -> None:
+        refusal = _why_not_compiling(args)
+        if refusal:
+            unpatch(model)
+        self.report = report_left(model, settings, refusal) if refusal else patch(model, settings)
         self.report.notes.extend(self.notes)
         self._seen = Seen(model)
 
@@ -141,14 +149,30 @@ def _lost_its_head(report: Report, model: nn.Module) -> bool:
     return fused and not _is_sharded(model) and trl_computes_the_loss(wrappers_and_core(model)[1])
 
 
-def _identities(core: nn.Module) -> list[tuple[int, type]]:
-    return [(id(module), type(module)) for module in core.modules()]
+def _identities(core: nn.Module) -> list[tuple[int, type, bool]]:
+    return [(id(module), type(module), is_compiled(module)) for module in core.modules()]
 
 
 def _is_sharded(model: nn.Module) -> bool:
     names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"}) or any(
         hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+def _why_not_compiling(args: TrainingArguments) -> Refusal | None:
+    """Why the trainer's model will run compiled, and so is not patched; None where it will not."""
+    served = "and a compiler is given the stock forward"
+    if args.torch_compile:
+        return Refusal(f"torch_compile is true, {served}; set it to false to have the model fused")
+    trainer = _calling_trainer()
+    plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None) if trainer else None
+    backend = getattr(plugin, "backend", None)
+    if backend is None or backend.value == "NO":
+        return None
+    return Refusal(
+        f"accelerate compiles the model (dynamo_backend {backend.value.lower()}), {served}; leave out "
+        f"--dynamo_backend, or set dynamo_backend to no in accelerate's configuration, to have the model fused"
     )
 
 

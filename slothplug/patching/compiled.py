@@ -1,0 +1,60 @@
+"""``torch.compile`` beside a patch: a compiler is given the stock forward, and the report says where.
+
+Serving compiled modules would need a graph break at each of them. Measured on four layers of a Llama: one graph becomes
+five, and a step takes 1.14 times the compiled one's time, more than stock's without a compiler.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from slothplug.errors import NothingFusedWarning
+from slothplug.patching.sites import Refusal
+
+if TYPE_CHECKING:
+    from slothplug.patching.served import Served
+
+_TRACED = Refusal("compiled by torch.compile, which is given the stock forward (counted once a compilation)")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for what ``torch.compile(module)`` returns, and after ``module.compile()`` and the like of ``forward``."""
+    own = module.__dict__
+    return (
+        any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
+        or own.get("_compiled_call_impl") is not None
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def why_not_compiled(model: nn.Module) -> dict[nn.Module, Refusal]:
+    """The modules that run inside a compiled call, and why each is not served.
+
+    Args:
+        model: what the user calls, wrappers included.
+    """
+    found: dict[nn.Module, Refusal] = {}
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            where = f"'{name}'" if name else "the whole model"
+            refusal = Refusal(
+                f"torch.compile compiles {where}, and a compiler is given the stock forward; do not compile it, to "
+                f"have it fused"
+            )
+            for inner in module.modules():
+                found.setdefault(inner, refusal)
+    return found
+
+
+def note_compilation(served: Served[Any, Any]) -> None:
+    """Called when a compiler traces a served module's forward, not when the compiled code runs: counts it and warns."""
+    served.calls.fallbacks[_TRACED.reason] += 1
+    warnings.warn(
+        "use_fast_kernels is on, but torch.compile compiles modules that slothplug serves. A compiler is given their "
+        "stock forward, so they do not run on fused kernels: leave out torch.compile, or use_fast_kernels.",
+        NothingFusedWarning,
+        stacklevel=2,
+    )
