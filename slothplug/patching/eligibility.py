@@ -42,22 +42,39 @@ class Watch:
         self._objects: list[object] = []
         self._types: list[type] = []
         self._tensors: list[torch.Tensor] = []
+        self._mutable: list[Any] = []
+        self._copies: list[Any] = []
+        self._noted: set[tuple[int, Any]] = set()
 
     def item(self, container: Mapping[Any, Any] | Sequence[Any], key: Any) -> Any:
         """``container[key]``, compared by identity."""
         value: object = container[key]
-        self._containers.append(container)
-        self._keys.append(key)
-        self._values.append(value)
+        if self._is_new(container, key):
+            self._containers.append(container)
+            self._keys.append(key)
+            self._values.append(value)
         return value
 
     def absent(self, container: Mapping[Any, Any], key: Any) -> bool:
         """Whether ``key`` is not in ``container``; noted where that is so."""
         if key in container:
             return False
-        self._without.append(container)
-        self._absent.append(key)
+        if self._is_new(container, key):
+            self._without.append(container)
+            self._absent.append(key)
         return True
+
+    def content(self, container: dict[Any, Any] | list[Any] | tuple[Any, ...], copy: Any) -> None:
+        """``container``, compared with ``copy``, which is of the plain type and equal to it now."""
+        if self._is_new(container, Watch.content):
+            self._mutable.append(container)
+            self._copies.append(copy)
+
+    def _is_new(self, container: object, key: object) -> bool:
+        """False for what was noted before: modules share configurations, globals and classes."""
+        noted = len(self._noted)
+        self._noted.add((id(container), key))
+        return len(self._noted) > noted
 
     def empty(self, container: Sized) -> bool:
         """Whether ``container`` is empty; noted where that is so."""
@@ -119,11 +136,18 @@ class Binding:
                 and list(map(len, seen._sized)) == seen._sizes
                 and all(map(is_, map(type, seen._objects), seen._types))
                 and not any(map(contains, seen._without, seen._absent))
+                and all(map(_same_items, seen._mutable, seen._copies))
                 and list(map(_address, seen._tensors)) == self._addresses
                 and all(map(is_, map(_dtype, seen._tensors), self._dtypes))
             )
         except (KeyError, IndexError):  # something that was read is gone
             return False
+
+
+def _same_items(container: Any, copy: Any) -> bool:
+    # The plain type's comparison: a class derived from dict may compute its items.
+    plain: Any = type(copy)
+    return plain.__eq__(container, copy) is True
 
 
 _address = torch.Tensor.data_ptr

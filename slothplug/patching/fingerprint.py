@@ -1,6 +1,4 @@
-"""What a module's behaviour depends on beside its tensors: ``fingerprint`` says whether two modules have the same
-attributes, ``Settled`` whether one module still has those that it had.
-"""
+"""Whether two modules have the same attributes, their tensors aside."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slothplug.patching.private_class import LEDGER, stock_class
+from slothplug.patching.private_class import LEDGER
 from slothplug.patching.served import STATE
 
 _BARE_MODULE = frozenset(nn.Module().__dict__) - {"training"} | {STATE, LEDGER}
@@ -20,37 +18,16 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype,
 
 def fingerprint(module: nn.Module) -> Hashable:
     """Every attribute of the instance itself, plain values by value and objects by identity."""
-    return tuple((name, _fingerprint(value)) for name, value in _attributes(module))
+    return tuple((name, _fingerprint(value)) for name, value in attributes_of(module))
 
 
-class Settled:
-    """Whether a module is still of its class and has the attributes that it had; one that came since does not count.
-
-    Copied or pickled in one go with the module, it fits the copy.
-    """
-
-    __slots__ = ("attributes", "type")
-
-    def __init__(self, module: nn.Module, free: str | None = None) -> None:
-        """``free`` names an attribute that may change."""
-        self.type = stock_class(module)
-        self.attributes = tuple(item for item in _attributes(module) if item[0] not in (free, "training"))
-
-    def fits(self, module: nn.Module) -> bool:
-        if stock_class(module) is not self.type:
-            return False
-        now = module.__dict__
-        for name, value in self.attributes:
-            found = now.get(name, _MISSING)
-            if found is not value and _fingerprint(found) != _fingerprint(value):
-                return False
-        return True
+def same_value(one: object, other: object) -> bool:
+    """True for plain values of one type that are equal, containers of such, and for one and the same object."""
+    return one is other or _fingerprint(one) == _fingerprint(other)
 
 
-_MISSING = object()
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that the instance has beside those of every ``nn.Module``; ``training`` is among them."""
     return ((name, value) for name, value in vars(module).items() if name not in _BARE_MODULE)
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -271,7 +272,7 @@ def _serve(site: Site[Any], context: ModelContext, operation: Operation, report:
         spec=site.spec,
         kernel=site.kernel.function,
         device_type=device_of(site.module).type,
-        original=stock_class(site.module).forward,
+        original=partial(_forward_of, stock_class(site.module)),
         context=context,
         shared=None if operation.shared is None else context.shared(operation.shared),
         calls=calls,
@@ -279,6 +280,11 @@ def _serve(site: Site[Any], context: ModelContext, operation: Operation, report:
     )
     take(site.module, lambda base: with_forward(base, site.fast), state)  # type: ignore[arg-type]
     _enter(report, site, calls)
+
+
+def _forward_of(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls the forward that the stock class has now: somebody may have replaced it since the patch."""
+    return base.forward(module, *args, **kwargs)
 
 
 def _mark_subsumed(sites: list[Site[Any]], report: Report) -> None:

@@ -17,6 +17,9 @@ from typing import Any
 _MAX_DEPTH = 16
 """Longest chain of wrappers that is followed."""
 
+GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
+"""Instructions that read a name from a function's module."""
+
 
 def chain(function: Callable[..., Any]) -> list[FunctionType]:
     """The plain functions reached from ``function`` through closure cells, partials and bound methods, itself first."""
@@ -42,26 +45,26 @@ def rebuild(function: Callable[..., Any], name: str, replacement: object) -> Cal
 
 
 def _collect(value: object, found: dict[int, FunctionType], depth: int) -> None:
-    function = _function_in(value)
+    function = function_in(value)
     if function is None or id(function) in found or depth == 0:
         return
     found[id(function)] = function
     for cell in function.__closure__ or ():
-        _collect(_contents(cell), found, depth - 1)
+        _collect(cell_contents(cell), found, depth - 1)
 
 
-def _function_in(value: object) -> FunctionType | None:
+def function_in(value: object) -> FunctionType | None:
     """The plain function that ``value`` is, binds or completes."""
     if isinstance(value, FunctionType):
         return value
     if isinstance(value, functools.partial):
-        return _function_in(value.func)
+        return function_in(value.func)
     if isinstance(value, MethodType):
-        return _function_in(value.__func__)
+        return function_in(value.__func__)
     return None
 
 
-def _contents(cell: CellType) -> object:
+def cell_contents(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell: the name is not bound yet
@@ -71,7 +74,7 @@ def _contents(cell: CellType) -> object:
 def _global_names(code: CodeType) -> Iterator[str]:
     # co_names alone holds attributes too.
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in GLOBAL_READS:
             yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -93,7 +96,7 @@ class _Copy:
 
     def of(self, value: Any) -> Any:
         """``value`` itself where the name is not read below it, otherwise its copy."""
-        function = _function_in(value)
+        function = function_in(value)
         if function is None or not self._leads(function, _MAX_DEPTH):
             return value
         if isinstance(value, functools.partial):
@@ -108,7 +111,7 @@ class _Copy:
             return self.leading.get(id(function), False)
         # Entered before the cells are followed: a wrapper may hold itself.
         self.leading[id(function)] = _reads(function, self.name)
-        inner = (_function_in(_contents(cell)) for cell in function.__closure__ or ())
+        inner = (function_in(cell_contents(cell)) for cell in function.__closure__ or ())
         below = [self._leads(link, depth - 1) for link in inner if link is not None]
         self.leading[id(function)] |= any(below)
         return self.leading[id(function)]
@@ -137,7 +140,7 @@ class _Copy:
 
     def _cell(self, cell: CellType) -> CellType:
         """The cell itself where nothing in it is copied, so that its state stays shared; otherwise a new, empty one."""
-        function = _function_in(_contents(cell))
+        function = function_in(cell_contents(cell))
         if function is None or not self._leads(function, _MAX_DEPTH):
             return cell
         return self.cells.setdefault(id(cell), CellType())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ import slothplug
 from slothplug.patching.served import STATE, Calls
 from tests.patching.device import DEVICE, cpu_only
 
+EPSILONS = (0, 0.0, 1e-12, 1e-8, 1e-3, 0.01, 0.5, 1.0, 1, np.float32(1e-5), np.float64(0.02))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,7 +97,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def assert_stock(module: nn.Module, stock: nn.Module, x: torch.Tensor) -> None:
     got, expected = module(x), stock(x)
     assert got.dtype is expected.dtype
-    torch.testing.assert_close(got, expected, rtol=1e-6 if got.dtype is torch.float32 else 0, atol=0)
+    torch.testing.assert_close(got, expected, rtol=1e-6 if got.dtype is torch.float32 else 0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -130,17 +131,107 @@ def test_attributes_changed_after_the_patch_are_heeded() -> None:
     assert sum(calls(norm).fallbacks.values()) == 1
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda norm: pickle.loads(pickle.dumps(norm))])
-def test_a_copy_is_served(copied: Any) -> None:
+def test_a_copy_is_served() -> None:
     norm = Norm()
     norm.sizes = [32]
     stock = copy.deepcopy(norm)
     model, _ = fuse(norm)
-    double = copied(model)[0]
+    double = copy.deepcopy(model)[0]
     assert_stock(double, stock, rows(2, 6, 32))
-    if STATE in double.__dict__:
-        assert calls(double).served == 1
-        assert not calls(double).fallbacks
+    assert calls(double).served == 1
+    assert not calls(double).fallbacks
+
+
+@pytest.mark.parametrize("eps", EPSILONS, ids=repr)
+def test_every_eps_is_served(eps: Any) -> None:
+    norm = Norm(eps=eps, other=2)
+    stock = copy.deepcopy(norm)
+    model, report = fuse(norm)
+    assert report.fused
+    x = torch.cat((rows(1, 6, 32), torch.zeros(1, 1, 32), torch.full((1, 1, 32), 1e-7)), 1)
+    for module, original in ((model, nn.Sequential(stock)), (norm, stock)):
+        assert_stock(module, original, x)
+    assert calls(norm).served == 2
+
+
+@pytest.mark.parametrize("eps", EPSILONS, ids=repr)
+def test_an_eps_set_after_the_patch_is_used(eps: Any) -> None:
+    norm = Norm()
+    stock = copy.deepcopy(norm)
+    model, _ = fuse(norm)
+    model(rows(2, 6, 32))
+    norm.eps = stock.eps = eps
+    for _ in range(3):
+        assert_stock(model, nn.Sequential(stock), rows(2, 6, 32))
+    assert calls(norm).served == 4
+
+
+def test_rows_of_zeros_train_as_in_stock_with_eps_0() -> None:
+    """0 / 0: output and gradients are NaN where they are NaN in stock, and finite in all other rows."""
+    norm = Norm(eps=0.0)
+    stock = copy.deepcopy(norm)
+    fuse(norm)
+    outputs, gradients = [], []
+    for module in (norm, stock):
+        torch.manual_seed(0)
+        x = torch.cat((rows(6, 32), torch.zeros(1, 32))).requires_grad_()
+        y = module(x)
+        outputs.append(y)
+        gradients.append(torch.autograd.grad((y * torch.randn(7, 32)).sum(), [x, module.weight]))
+    torch.testing.assert_close(*outputs, equal_nan=True)
+    assert outputs[0].isnan().any(-1).tolist() == [False] * 6 + [True]
+    for got, expected in zip(*gradients, strict=True):
+        assert torch.equal(got.isnan(), expected.isnan())
+
+
+def test_an_eps_that_the_forward_replaces_is_not_taken_for_its_own() -> None:
+    class AtLeast(Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + max(self.eps, 1e-11))
+            return (n * self.weight.float()).to(x.dtype)
+
+    with pytest.warns(slothplug.NothingFusedWarning):
+        assert not fuse(AtLeast(eps=0.0))[1].fused
+
+
+def with_tensor(norm: Norm) -> None:
+    norm.eps = torch.tensor(1e-6)  # type: ignore[assignment]
+
+
+def with_buffer(norm: Norm) -> None:
+    del norm.eps
+    norm.register_buffer("eps", torch.tensor(1e-6))
+
+
+class RMSNorm(Norm):
+    """Of a name that says what it is."""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_tensor, "its forward reads eps, a Tensor, whose changes would go unnoticed"),
+        (with_buffer, "it has submodules or buffers (eps)"),
+    ],
+)
+def test_an_eps_that_is_a_tensor_is_left_with_that_reason(change: Any, reason: str) -> None:
+    norm = RMSNorm()
+    change(norm)
+    with pytest.warns(slothplug.NothingFusedWarning):
+        report = fuse(norm)[1]
+    assert [site.reason for site in report.left] == [reason]
+
+
+def test_an_eps_that_becomes_a_tensor_falls_back() -> None:
+    norm = Norm()
+    stock = copy.deepcopy(norm)
+    model, _ = fuse(norm)
+    model(rows(2, 6, 32))
+    norm.eps = stock.eps = torch.tensor(0.1)  # type: ignore[assignment]
+    for _ in range(3):
+        assert_stock(model, nn.Sequential(stock), rows(2, 6, 32))
+    assert calls(norm).served == 1
+    assert calls(norm).fallbacks == {"its eps is no number any more": 3}
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 512])

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 import slothplug
 from slothplug.ops.rotary.recognition import identify
-from slothplug.patching.fingerprint import Settled, fingerprint
+from slothplug.patching.fingerprint import fingerprint
 from slothplug.patching.precision import preserved_rng
 from slothplug.patching.served import STATE, Calls
+from slothplug.patching.settled import Settled
 from slothplug.patching.twin import twin
 
 
@@ -142,7 +143,8 @@ def test_fingerprints_tell_values_from_their_likes_and_objects_by_identity() -> 
     assert of({1, 2}) != of(config)
     module = nn.Module()
     module.value, module.free = 1, 1
-    settled = Settled(module, "free")
+    settled = Settled.of(module, "free")
+    assert isinstance(settled, Settled)
     module.free, module.later = 2, 3
     assert settled.fits(module)
     module.value = True

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from slothplug.kernels.glu import Activation, Layout, split_packed
-from slothplug.patching.fingerprint import Settled
+from slothplug.patching.settled import Settled
 
 FORMULAS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,

@@ -12,10 +12,10 @@ from torch import nn
 from slothplug.kernels.glu import LAYOUTS
 from slothplug.ops.glu.gated_mlp import FORMULAS, GatedMLP, formula
 from slothplug.ops.glu.structure import Shape, children_of, recording_twin
-from slothplug.patching.fingerprint import Settled
 from slothplug.patching.precision import preserved_rng
 from slothplug.patching.predicates import device_of
 from slothplug.patching.proof import probe_rows
+from slothplug.patching.settled import Settled
 from slothplug.patching.sites import Refusal
 
 # A forward that reads widths from its configuration needs a twin of its real size: up to 256 MB of float32.
@@ -83,8 +83,13 @@ def _recognise(module: nn.Module, shape: Shape) -> Identified | Refusal:
         if not candidates:
             return _refusal_of(module, "computes something else than act(gate) * up between its linear layers")
     assert candidates
-    parts = {"": module, **{name: module._modules[name] for name in candidates[0].bypassed}}
-    settled = {name: Settled(part) for name, part in parts.items() if part is not None}
+    parts = {"": module, **{name: module.get_submodule(name) for name in candidates[0].bypassed}}
+    settled: dict[str, Settled] = {}
+    for name, part in parts.items():
+        found = Settled.of(part)
+        if isinstance(found, Refusal):
+            return found.within(name) if name else found
+        settled[name] = found
     return Identified(replace(candidates[0], settled=settled), shape)
 
 

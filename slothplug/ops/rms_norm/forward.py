@@ -1,0 +1,82 @@
+"""The fast forward of a norm, and what it may take for granted between two changes of the module."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slothplug.ops.rms_norm.recognition import PROVED_NDIMS, Norm, eps_of
+from slothplug.patching.eligibility import Watch
+from slothplug.patching.forward_context import facts_of
+from slothplug.patching.predicates import OTHER_ARGUMENTS, plain, why_not_input
+from slothplug.patching.served import Served
+from slothplug.patching.sites import Refusal
+from slothplug.patching.transforms import why_not_now
+
+_CHANGED = Refusal("the norm's attributes, or what its forward reads elsewhere, were changed after the patch")
+
+
+class NormFacts(NamedTuple):
+    """What a call reads from a norm: the weight, [H] or None, and eps."""
+
+    weight: torch.Tensor | None
+    eps: float
+
+
+def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Takes the place of the norm's forward."""
+    norm: Norm = served.spec
+    if args or kwargs:
+        return served.fall_back(module, OTHER_ARGUMENTS, x, *args, **kwargs)
+    facts = facts_of(served)
+    if facts is None:
+        facts = read_norm(module, norm) if norm.settled.fits(module) else _CHANGED
+    if isinstance(facts, Refusal):
+        return served.fall_back(module, facts, x)
+    weight, eps = facts
+    if refusal := _why_not(norm, x, weight, served.device_type):
+        return served.fall_back(module, refusal, x)
+    return served.calls.serve(served.kernel(x, weight, eps, offset=norm.style.offset, casting=norm.style.casting))
+
+
+def bind(module: nn.Module, served: Served, watch: Watch) -> NormFacts | Refusal:
+    """The weight and eps that calls use until one of them is replaced, converted or moved."""
+    norm: Norm = served.spec
+    if not norm.settled.watch(module, watch):
+        return _CHANGED
+    if isinstance(norm.eps, str) and not watch.absent(module.__dict__, norm.eps):
+        watch.item(module.__dict__, norm.eps)
+    if norm.weight is not None and not watch.absent(module._parameters, norm.weight):
+        weight = watch.item(module._parameters, norm.weight)
+        if weight is not None:
+            watch.tensor(weight)
+    return read_norm(module, norm)
+
+
+def read_norm(module: nn.Module, norm: Norm) -> NormFacts | Refusal:
+    """The weight and eps of a norm; a refusal where the kernel cannot take them."""
+    eps = eps_of(norm.eps, module.__dict__)
+    if eps is None:
+        return Refusal(f"its {norm.eps} is no number any more")
+    if norm.weight is None:
+        return NormFacts(None, eps)
+    # A plain attribute in the replicas of nn.DataParallel.
+    weight = module._parameters.get(norm.weight)
+    if weight is None:
+        weight = module.__dict__.get(norm.weight)
+    return NormFacts(weight, eps) if plain(weight) else Refusal(f"its weight is a {type(weight).__name__}")
+
+
+def _why_not(norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, device_type: str) -> Refusal | None:
+    if refusal := why_not_now() or why_not_input(x, device_type):
+        return refusal
+    weight_dtype = None if weight is None else weight.dtype
+    if (x.dtype, weight_dtype, torch.is_autocast_enabled(device_type)) not in norm.proved:
+        return Refusal(f"input of {x.dtype}, weight of {weight_dtype}: stock rounds otherwise")
+    if x.ndim not in PROVED_NDIMS:
+        return Refusal(f"input of {x.ndim} dimensions")
+    if weight is not None and (weight.numel() != x.shape[-1] or weight.device != x.device):
+        return Refusal("weight is sharded or elsewhere")
+    return None
