@@ -22,7 +22,8 @@ from torch import nn
 import slothplug
 from slothplug.bench.environment import versions
 from slothplug.bench.trainer_step import SHAPES
-from slothplug.ops.head.label_count import Bound, LabelCount
+from slothplug.ops.head import lazy_logits
+from slothplug.ops.head.label_count import CountedLabels
 
 IGNORED = -100
 
@@ -36,14 +37,14 @@ def counted_at_the_call() -> Iterator[None]:
 @contextmanager
 def counted_at_the_loss() -> Iterator[None]:
     """One wait for the device at the loss."""
-    with mock.patch.object(LabelCount, "start", return_value=None):
+    with mock.patch.object(CountedLabels, "start", return_value=None):
         yield
 
 
 @contextmanager
 def not_counted() -> Iterator[None]:
     """Every row takes part."""
-    with counted_at_the_loss(), mock.patch.object(Bound, "max_valid", return_value=None):
+    with counted_at_the_loss(), mock.patch.object(lazy_logits, "max_valid", return_value=None):
         yield
 
 

@@ -28,16 +28,21 @@ class ForwardContext:
     Attributes:
         context: the patched model that is called.
         labels: the argument ``labels``; None where the call has none.
+        keywords: the keyword arguments that the model is going to get; when the call begins, a shared state may replace
+            values.
         binding: what the sweep found unchanged; None where each module decides for itself.
         notes: what shared states of the model keep for the length of this call, by state.
         failed: True if the call ended by an exception.
         at_end: run in order when the call ends, also when it raises; each gets no argument.
     """
 
-    __slots__ = ("__weakref__", "at_end", "binding", "context", "failed", "labels", "notes")
+    __slots__ = ("__weakref__", "at_end", "binding", "context", "failed", "keywords", "labels", "notes")
 
-    def __init__(self, context: ModelContext, labels: torch.Tensor | None, binding: Binding | None) -> None:
-        self.context, self.labels, self.binding, self.failed = context, labels, binding, False
+    def __init__(
+        self, context: ModelContext, labels: torch.Tensor | None, keywords: dict[str, Any], binding: Binding | None
+    ) -> None:
+        self.context, self.labels, self.keywords = context, labels, keywords
+        self.binding, self.failed = binding, False
         self.notes: dict[object, Any] = {}
         self.at_end: list[Callable[[], None]] = []
 
@@ -94,7 +99,7 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
         labels = kwargs.get("labels")
         if labels is None and labels_at is not None and len(args) > labels_at:
             labels = args[labels_at]
-        forward = _active.forward = ForwardContext(state.context, labels, state.guard.check(self))
+        forward = _active.forward = ForwardContext(state.context, labels, kwargs, state.guard.check(self))
         try:
             state.context.begin(forward)
             return plain_call(self, *args, **kwargs)

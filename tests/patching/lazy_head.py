@@ -46,7 +46,7 @@ class Head:
     def lazy(self, dtype: torch.dtype | None = None) -> LazyLogits:
         self.product = Product(
             self.hidden * 1, self.weight, self.bias, dtype or self.hidden.dtype,
-            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls, lambda *_: None, Readers(),
+            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls, Readers(),
         )  # fmt: skip
         return put_off(self.product)
 

@@ -208,9 +208,7 @@ def test_as_exact_as_peft(base: torch.dtype, adapter: torch.dtype, autocast: boo
                 parts: Any = parts_of(head)
                 term = low_rank_of(parts.adapter, x, "peft")
                 kernel = partial(linear_cross_entropy, backend="torch")
-                product = Product(
-                    x, parts.weight, None, lowest, kernel, 4096, Calls(), lambda *_: None, Readers(), term
-                )
+                product = Product(x, parts.weight, None, lowest, kernel, 4096, Calls(), Readers(), term)
                 return F.cross_entropy(put_off(product).float().view(-1, vocabulary), labels)
 
         def stock(x: torch.Tensor, *_: torch.Tensor, head: Any = head, labels: torch.Tensor = labels) -> torch.Tensor:

@@ -1,88 +1,178 @@
-"""How many labels count: a bound that is known without a wait, and never believed against the labels themselves."""
+"""How many labels count: a bound that is known without a wait, used for labels that come from the counted ones only."""
 
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slothplug
 from slothplug.ops.head import label_count
-from slothplug.ops.head.label_count import Bound, LabelCount
+from slothplug.ops.head.label_count import CountedLabels, max_valid, ordinary
+from tests.patching.heads import IDS, assert_same, make, patched, step
 
-LABELS = torch.tensor([-100, -100, 3, 4, -100, 5])
-
-
-class Arrived:
-    """A count that has come from the GPU."""
-
-    def __init__(self, size: int, value: int) -> None:
-        self.size, self._value = size, value
-
-    def value(self) -> int:
-        return self._value
+LABELS = torch.tensor([[-100, -100, 3, 4], [-100, 5, -100, -100]])
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The labels that were counted at the loss."""
+    """The labels that were counted at the loss, with a wait."""
     seen: list[torch.Tensor] = []
-    ask = label_count._ask
+    count_now = label_count._count_now
 
     def note(labels: torch.Tensor, ignore_index: int) -> int:
         seen.append(labels)
-        return ask(labels, ignore_index)
+        return count_now(labels, ignore_index)
 
-    monkeypatch.setattr(label_count, "_ask", note)
+    monkeypatch.setattr(label_count, "_count_now", note)
     return seen
 
 
-def test_only_the_first_loss_waits(asked: list[torch.Tensor]) -> None:
-    bound = Bound()
-    assert [bound.max_valid(LABELS, -100, Arrived(6, 4)) for _ in range(4)] == [4, 4, 4, 4]
-    assert len(asked) == 1
+def counted(labels: torch.Tensor) -> CountedLabels:
+    found = CountedLabels.start(labels.clone())
+    assert found is not None
+    return found
 
 
-def test_a_batch_without_ignored_labels_proves_nothing(asked: list[torch.Tensor]) -> None:
-    bound, full = Bound(), LABELS.clamp(min=0)
-    assert bound.max_valid(full, -100, Arrived(6, 6)) is None
-    assert not asked
-    # A model that makes ignored labels count, met only now.
-    assert [bound.max_valid(full, -100, Arrived(6, 3)) for _ in range(2)] == [6, 6]
-    assert len(asked) == 2
+def mpt(x: torch.Tensor) -> torch.Tensor:
+    shifted = torch.roll(x, shifts=-1)
+    shifted[:, -1] = -100
+    return shifted
 
 
-def test_a_model_that_makes_more_labels_count_is_not_believed(asked: list[torch.Tensor]) -> None:
-    bound = Bound()
-    assert [bound.max_valid(LABELS, -100, Arrived(6, 2)) for _ in range(3)] == [3, 3, 3]
-    assert len(asked) == 3
+KEEP_THE_BOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transformers": lambda x: F.pad(x, (0, 1), value=-100)[..., 1:].contiguous().view(-1).to("cpu"),
+    "shifted": lambda x: x[:, 1:].reshape(-1),
+    "masked": lambda x: x[..., 1:][x[..., 1:] > 3],
+    "padding ignored": lambda x: x.masked_fill(x == 5, -100).flatten(),
+    "rows split": lambda x: x.split(1)[0],
+    "rolled and ignored": mpt,
+    "clone": lambda x: x.clone().long().unsqueeze(0).squeeze(0).t(),
+}
 
 
-@pytest.mark.parametrize(
-    ("labels", "ignore_index", "count"),
-    [(LABELS, 3, Arrived(6, 6)), (LABELS.repeat(2), -100, Arrived(6, 6)), (LABELS, -100, None)],
-    ids=["another ignore_index", "more labels than the call had", "labels not seen at the call"],
-)
-def test_what_the_count_says_nothing_about_is_counted(
-    labels: torch.Tensor, ignore_index: int, count: Any, asked: list[torch.Tensor]
+@pytest.mark.parametrize("derive", KEEP_THE_BOUND.values(), ids=KEEP_THE_BOUND)
+def test_labels_made_of_counted_ones_are_not_counted_again(
+    derive: Callable[[torch.Tensor], torch.Tensor], asked: list[torch.Tensor]
 ) -> None:
-    bound = Bound()
-    bound._holds = True
-    assert bound.max_valid(labels, ignore_index, count) == int((labels != ignore_index).sum())
+    derived = derive(counted(LABELS))
+    assert torch.equal(ordinary(derived), derive(LABELS.clone()))
+    bound = max_valid(derived, -100)
+    assert not asked
+    assert (3 if 7 / 8 * derived.numel() >= 3 else None) == bound
+    assert int((derived != -100).sum()) <= 3
+
+
+def test_a_prefix_of_unknown_labels_counts_whole(asked: list[torch.Tensor]) -> None:
+    """As PEFT's prompts are put in front."""
+    assert max_valid(torch.cat((torch.full((2, 2), -100), counted(LABELS)), dim=1), -100) == 3 + 4
+    assert max_valid(torch.cat((counted(LABELS), counted(LABELS))), -100) == 3 + 3
+    assert not asked
+
+
+LOSE_THE_BOUND: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "written": lambda x: (x.__setitem__((0, 0), 7), x)[1],
+    "written through an alias": lambda x: (x.view(-1).fill_(7), x)[1],
+    "an alias of what is written later": lambda x: (lambda y: (x.fill_(7), y)[1])(x[:1]),
+    "taken from what was written": lambda x: (x.add_(101), x)[1][:1],
+    "ignored after another write": lambda x: (x.fill_(7), x.__setitem__((0, 0), -100), x)[2],
+    "padded with a label": lambda x: F.pad(x, (0, 1), value=1),
+    "padded with itself": lambda x: F.pad(x, (0, 1), mode="circular"),
+    "filled with a label": lambda x: x.masked_fill(x == -100, 1),
+    "filled and enlarged": lambda x: x[:1].masked_fill(torch.zeros(4, 4, dtype=torch.bool), -100),
+    "rows chosen twice": lambda x: x[torch.tensor([0, 0, 0, 0])],
+    "repeated": lambda x: x.repeat(3, 1),
+    "expanded": lambda x: x[:1].expand(9, 4),
+    "computed": lambda x: x.clamp(min=0),
+    "through booleans": lambda x: x.to(torch.bool).long(),
+    "other labels": lambda x: torch.arange(8).view(2, 4).to(x.device),
+}
+
+
+@pytest.mark.parametrize("derive", LOSE_THE_BOUND.values(), ids=LOSE_THE_BOUND)
+def test_other_labels_are_counted_at_the_loss(
+    derive: Callable[[torch.Tensor], torch.Tensor], asked: list[torch.Tensor]
+) -> None:
+    derived = derive(counted(LABELS))
+    assert torch.equal(ordinary(derived), derive(LABELS.clone()))
+    assert max_valid(derived, -100) == int((derived != -100).sum())
     assert len(asked) == 1
+
+
+def test_another_ignore_index_is_counted_at_the_loss(asked: list[torch.Tensor]) -> None:
+    assert max_valid(counted(LABELS), 3) == 7
+    assert len(asked) == 1
+
+
+def test_where_most_labels_count_every_row_takes_part(asked: list[torch.Tensor]) -> None:
+    assert max_valid(counted(LABELS.clamp(min=0)), -100) is None
+    assert not asked
 
 
 def test_what_is_counted() -> None:
-    count = LabelCount.start(LABELS)
-    assert count is not None
-    assert (count.size, count.value()) == (6, 3)
-    assert LabelCount.start(None) is None
-    assert LabelCount.start(LABELS.to("meta")) is None
-    assert LabelCount.start([1, 2]) is None
+    assert CountedLabels.start(None) is None
+    assert CountedLabels.start([1, 2]) is None
+    assert CountedLabels.start(LABELS.to("meta")) is None
+    assert CountedLabels.start(LABELS.float()) is None
+    with torch.inference_mode():
+        assert CountedLabels.start(LABELS + 0) is None, "whether such a tensor was written cannot be seen"
+        labels = CountedLabels.start(LABELS)
+        assert labels is not None
+        assert type(labels + 0) is torch.Tensor
+    with forward_ad.dual_level():
+        assert CountedLabels.start(LABELS) is None
+
+
+def test_counted_labels_are_a_tensor_like_any_other() -> None:
+    labels = counted(LABELS)
+    assert isinstance(labels, torch.Tensor)
+    for read in (lambda x: x + 1, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.float().mean()):
+        result = read(labels)
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, read(LABELS))
+    assert labels.tolist() == LABELS.tolist()
+    assert str(labels) == str(LABELS)
+    assert type(torch.nn.Embedding(101, 2)(labels[labels >= 0])) is torch.Tensor
+    read = torch.compile(lambda x: F.pad(x, (0, 1), value=-100)[..., 1:].clamp(min=0).sum(), backend="eager")
+    assert read(labels) == LABELS[:, 1:].clamp(min=0).sum()
+
+
+def test_labels_and_shift_labels_of_context_parallelism(asked: list[torch.Tensor]) -> None:
+    """As transformers' Trainer passes a rank's part of both: one may have a label more that counts than the other."""
+    model, stock = make(), make()
+    patched(model)
+    asked.clear()  # of the probe
+    for prompt in (20, 12):
+        ids = IDS[:1]
+        labels = ids.clone()
+        labels[:, :prompt] = -100
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        first_half = {"input_ids": ids[:, :16], "labels": labels[:, :16], "shift_labels": shifted[:, :16]}
+        assert_same(*(step(one, **first_half, num_items_in_batch=20) for one in (model, stock)))
+    assert not asked
+
+
+def test_a_model_that_makes_more_labels_count_in_some_calls(asked: list[torch.Tensor]) -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor, more: bool = False, **_: Any) -> torch.Tensor:
+        labels = labels.clamp(min=0) if more else labels
+        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1), reduction="sum")
+
+    model, stock = make(), make()
+    model.loss_function = stock.loss_function = loss
+    patched(model)
+    asked.clear()  # of the probe
+    labels = IDS.where(IDS % 3 == 0, -100)
+    for more in (False, True, False, True):
+        assert_same(*(step(one, labels=labels, more=more) for one in (model, stock)))
+    assert len(asked) == 2
 
 
 class Rows(TorchDispatchMode):
@@ -112,17 +202,17 @@ def test_a_model_leaves_ignored_rows_out(device: str, asked: list[torch.Tensor])
     slothplug.patch(model, {"ops": ["head"]})
     asked.clear()
 
-    def step(one: torch.nn.Module) -> torch.Tensor:
+    def train(one: torch.nn.Module) -> torch.Tensor:
         loss: torch.Tensor = one(input_ids=tokens, labels=labels).loss
         loss.backward()
         return loss.detach()
 
-    step(model)
+    train(model)
     model.zero_grad()
     with Rows() as rows:
-        loss = step(model)
+        loss = train(model)
     assert rows.seen == {int((labels != -100).sum())}
-    assert len(asked) == 1
-    torch.testing.assert_close(loss, step(stock))
+    assert not asked
+    torch.testing.assert_close(loss, train(stock))
     for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)

@@ -9,7 +9,7 @@ A head that PEFT put a LoRA adapter on is served too (``ops.adapted_head``); the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
@@ -25,7 +25,7 @@ from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
 from slothplug.kernels.lora import Precision
 from slothplug.ops.head import adapter as adapted_head
 from slothplug.ops.head.adapter import Parts
-from slothplug.ops.head.label_count import Bound, LabelCounts
+from slothplug.ops.head.label_count import LabelCounts
 from slothplug.ops.head.lazy_logits import put_off
 from slothplug.ops.head.lazy_value import Product
 from slothplug.ops.head.statistics_policy import Readers
@@ -62,7 +62,6 @@ class Head:
     chunk_bytes: int
     precision: Precision = "peft"
     """Of an adapter on the head; as the setting ``lora_precision``."""
-    bound: Bound = field(default_factory=Bound)
     readers: Readers = field(default_factory=Readers)
 
 
@@ -112,20 +111,14 @@ def fast_head(
         return served.fall_back(module, OTHER_ARGUMENTS, hidden, *args, **kwargs)
     if not is_patched(module) and not _stays_gathered(module):
         return served.fall_back(module, Refusal("its weights are freed when its call ends"), hidden)
-    max_valid = partial(served.spec.bound.max_valid, count=served.shared.of(call))
-    product = product_of(module, served, hidden, max_valid)
+    product = product_of(module, served, hidden)
     if isinstance(product, Refusal):
         return served.fall_back(module, product, hidden)
     call.at_end.append(lambda: product.close(completed=not call.failed))
     return put_off(product)
 
 
-def product_of(
-    module: nn.Module,
-    served: Served[Head, LabelCounts],
-    hidden: torch.Tensor,
-    max_valid: Callable[[torch.Tensor, int], int | None],
-) -> Product | Refusal:
+def product_of(module: nn.Module, served: Served[Head, LabelCounts], hidden: torch.Tensor) -> Product | Refusal:
     """What the head multiplies in this call, or why its original forward is to answer it."""
     found = _parts_of(module)
     if isinstance(found, Refusal):
@@ -144,7 +137,7 @@ def product_of(
         low_rank = adapted_head.low_rank_of(adapter, hidden, served.spec.precision)
     dtype, head = _product_dtype(hidden), served.spec
     return Product(
-        hidden, weight, bias, dtype, served.kernel, head.chunk_bytes, served.calls, max_valid, head.readers, low_rank,
+        hidden, weight, bias, dtype, served.kernel, head.chunk_bytes, served.calls, head.readers, low_rank,
         partial(adapted_head.merged, module) if adapted_head.is_lora(module) else None,
     )  # fmt: skip
 
@@ -249,8 +242,7 @@ def _probe(
     calls = Calls()
 
     def fused(x: torch.Tensor) -> torch.Tensor:
-        max_valid = partial(Bound().max_valid, count=None)
-        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, max_valid, Readers())
+        product = Product(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, Readers())
         return _loss(put_off(product), epilogue, labels)
 
     def stock(x: torch.Tensor) -> torch.Tensor:
@@ -277,13 +269,12 @@ def _probe_adapted(
     labels = torch.randint(double.base_layer.out_features, hidden.shape[:-1], device=device).flatten()
     labels[2] = -100
     spec, calls, context = Head(2**20, precision), Calls(), ModelContext(Settings())
-    max_valid = partial(spec.bound.max_valid, count=None)
     served = Served(NAME, "", spec, kernel.function, device.type, type(double).forward, context, LabelCounts(), calls)
 
     def fused(x: torch.Tensor) -> torch.Tensor:
         seed_generators(1)  # for one mask
         with torch.autocast(device.type, enabled=probe.autocast, dtype=torch.get_autocast_dtype(device.type)):
-            product = product_of(double, served, x, max_valid)
+            product = product_of(double, served, x)
             if isinstance(product, Refusal):
                 return _loss(served.fall_back(double, product, x), epilogue, labels)
             return _loss(put_off(product), epilogue, labels)

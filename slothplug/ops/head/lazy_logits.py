@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from slothplug.errors import StaleLogitsError
 from slothplug.kernels.cross_entropy import RowStatistics
+from slothplug.ops.head.label_count import max_valid, ordinary
 from slothplug.ops.head.lazy_value import RULES, Deferred, Product, Step, aten
 from slothplug.patching.predicates import plain
 
@@ -209,6 +210,7 @@ def _fused_cross_entropy(
         return None
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return None
+    labels = ordinary(target)
     deferred, product = input._deferred, input._deferred.product
     product.check_current()
     epilogue = deferred.epilogue()
@@ -223,7 +225,7 @@ def _fused_cross_entropy(
         loss = product.loss(
             deferred.rows(hidden),
             head,
-            target,
+            labels,
             bias=bias,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -231,7 +233,7 @@ def _fused_cross_entropy(
             class_weight=weight,
             epilogue=tuple(epilogue),
             chunk_bytes=product.chunk_bytes,
-            **_rows_of_interest(statistics, product, target, ignore_index),
+            **_rows_of_interest(statistics, target, ignore_index),
             **({} if low_rank is None else {"low_rank": low_rank}),
         )
     product.loss_taken = True
@@ -240,20 +242,18 @@ def _fused_cross_entropy(
     return product.calls.serve(loss)
 
 
-def _rows_of_interest(
-    statistics: RowStatistics | None, product: Product, target: torch.Tensor, ignore_index: int
-) -> dict[str, Any]:
+def _rows_of_interest(statistics: RowStatistics | None, target: torch.Tensor, ignore_index: int) -> dict[str, Any]:
     """Where somebody is expected to read of every row, what he reads; else how many rows the loss needs at most."""
     if statistics is not None:
         return {"statistics": statistics}
-    return {"max_valid": product.max_valid(target, ignore_index)}
+    return {"max_valid": max_valid(target, ignore_index)}
 
 
 def _may_fuse(logits: LazyLogits, target: object, weight: torch.Tensor | None) -> bool:
     deferred = logits._deferred
     if not (deferred.product.open and logits._fusable and logits.ndim == 2 and not deferred.is_real):
         return False
-    if not isinstance(target, torch.Tensor) or not plain(target) or target.dtype is not torch.int64:
+    if not isinstance(target, torch.Tensor) or not plain(ordinary(target)) or target.dtype is not torch.int64:
         return False
     if target.shape != logits.shape[:1] or target.device != logits.device:
         return False

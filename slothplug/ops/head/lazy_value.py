@@ -57,7 +57,6 @@ class Product:
         dtype: what the operands are cast to first; differs from theirs under autocast only.
         loss: the fused loss, ``kernels.linear_cross_entropy``.
         chunk_bytes: budget for logits that are made a chunk at a time.
-        max_valid: ``max_valid(labels, ignore_index)`` is an upper bound for the labels that count, or None.
         readers: who reads of every row what its softmax says.
         low_rank: a LoRA adapter's share of the logits, or None. Its u is ``[..., r]``, with its graph and in the dtype
             that PEFT multiplies by B in, to which B is cast.
@@ -77,13 +76,12 @@ class Product:
         loss: Callable[..., torch.Tensor],
         chunk_bytes: int,
         calls: Calls,
-        max_valid: Callable[[torch.Tensor, int], int | None],
         readers: Readers,
         low_rank: LowRank | None = None,
         state: Callable[[], object] | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
-        self.loss, self.chunk_bytes, self.calls, self.max_valid = loss, chunk_bytes, calls, max_valid
+        self.loss, self.chunk_bytes, self.calls = loss, chunk_bytes, calls
         self.readers, self.low_rank, self.state = readers, low_rank, state
         self.statistics: RowStatistics | None = None
         self.open, self.loss_taken, self._was_read = True, False, False
