@@ -47,7 +47,7 @@ def fast_lora(
             served.calls.collected += 1
             return served.calls.serve(kept.output)
         alone = kept
-    if reason := _why_not(x, operand, served.device_type):
+    if reason := _why_not(x, operand, module, served.device_type):
         return served.fall_back(module, reason, x)
     if dropout is not None:
         # The mask is drawn as PEFT draws it: by the layer's own module, from an input in the adapter's dtype, in turn.
@@ -89,7 +89,7 @@ def _for_siblings(
         found = adapted(sibling)
         if isinstance(found, Refusal) or found.dropout is not None or not _share(found.operand, own.operand):
             continue
-        if _why_not(x, found.operand, served.device_type) is None:
+        if _why_not(x, found.operand, sibling, served.device_type) is None:
             parts.append(found)
             partners.append((index, sibling_state.calls))
     operands = [part.operand for part in parts]
@@ -124,10 +124,12 @@ def _packed_dtype(operand: Operand) -> torch.dtype | None:
     return operand.weight.dtype if isinstance(operand.weight, Packed) else None
 
 
-def _why_not(x: torch.Tensor, operand: Operand, device_type: str) -> Refusal | None:
+def _why_not(x: torch.Tensor, operand: Operand, module: nn.Module, device_type: str) -> Refusal | None:
     """Why these tensors go the original way."""
     a = operand.a
     if isinstance(operand.weight, Packed):
+        if four_bit.repacks(module._modules["base_layer"], x):
+            return Refusal("an evaluation without gradients, for which bitsandbytes repacks the weight on this CPU")
         return _why_not_packed(x, operand.weight, a, operand.b, device_type)
     weight = operand.weight
     if weight.device != x.device or a.device != x.device:

@@ -42,10 +42,28 @@ def why_not_packed(base: Any) -> Refusal | None:
     state = weight.quant_state
     if state is None:
         return Refusal("its weight is not quantised yet")
-    # dequantize_4bit transposes a weight of one row, which bitsandbytes' own forward makes a column of first.
-    if weight.shape[0] == 1 or len(state.shape) != 2 or getattr(state, "packing_format_for_cpu", False):
+    if getattr(state, "packing_format_for_cpu", False):
+        return Refusal(
+            "bitsandbytes has repacked its weight for evaluation on this CPU; model.state_dict() restores the format"
+        )
+    # dequantize_4bit transposes a weight of one row; bitsandbytes' own forward reshapes that weight first.
+    if weight.shape[0] == 1 or len(state.shape) != 2:
         return Refusal("its weight is packed in another format")
     return None
+
+
+def repacks(base: Any, x: torch.Tensor) -> bool:
+    """Whether bitsandbytes' forward of ``base`` on ``x`` multiplies by a repacked weight.
+
+    On CPUs with AVX512-BF16, an evaluation without gradients repacks the weight in place, rounds its block scales to
+    bfloat16 and multiplies in bfloat16. The result is that of another product than the one by the unpacked weight.
+    """
+    return (
+        x.device.type == "cpu"
+        and not base.training
+        and not x.requires_grad
+        and base.__dict__.get("support_avx512bf16_for_cpu", False)
+    )
 
 
 def packed_weight(base: Any) -> Packed | Refusal:
