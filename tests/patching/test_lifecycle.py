@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -138,25 +135,6 @@ def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch:
     assert not report.left
     assert allowed
     assert not any(allowed)
-
-
-def test_products_go_on_inheriting_their_precision() -> None:
-    """In a process of its own: what was set by name cannot be made to inherit again for other tests."""
-    if not hasattr(torch.backends, "fp32_precision"):
-        pytest.skip("this torch has no hierarchy of precisions")
-    script = """
-        import torch
-        from slothplug.patching.precision import full_float32_products
-        torch.backends.fp32_precision = "tf32"
-        with full_float32_products():
-            print(torch.backends.cuda.matmul.fp32_precision)
-        print(torch.backends.cuda.matmul.fp32_precision)
-        torch.backends.fp32_precision = "ieee"
-        print(torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision())
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ieee", "tf32", "ieee", "highest"]
 
 
 def test_an_adapter_on_the_head_is_the_heads(tiny_llama: Callable[..., nn.Module]) -> None:
