@@ -183,3 +183,26 @@ def test_nothing_is_left_patched_after_undo(tiny_llama: Callable[..., nn.Module]
     model = adapted(tiny_llama())
     slothplug.patch(model).undo()
     assert not any(is_patched(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_wrapper_of_a_second_patch_is_given_back_by_either_report(
+    tiny_llama: Callable[..., nn.Module], which: int
+) -> None:
+    base = tiny_llama()
+    first = slothplug.patch(base)
+    model = adapted(base)
+    second = slothplug.patch(model)
+    assert is_patched(model)
+    (first, second)[which].undo()
+    assert not any(is_patched(module) for module in model.modules())
+    assert "_slothplug" not in "".join(key for module in model.modules() for key in vars(module))
+
+
+def test_undoing_a_part_leaves_the_rest_patched(tiny_llama: Callable[..., nn.Module]) -> None:
+    model = tiny_llama()
+    slothplug.patch(model)
+    slothplug.unpatch(model.model.layers[0])
+    assert not any(is_patched(module) for module in model.model.layers[0].modules())
+    assert is_patched(model)
+    assert is_patched(model.model.norm)
