@@ -12,6 +12,9 @@ from slothplug.errors import SettingsError
 
 FLAG = "use_fast_kernels"
 
+flags_read = 0
+"""How many flags that are not ``False`` were read in this process; ``integrations/bootstrap`` warns where none was."""
+
 
 class Settings(BaseModel):
     """Everything a user can say about a patch. Immutable; unknown names are refused with the nearest known one."""
@@ -59,6 +62,8 @@ class Settings(BaseModel):
         Raises:
             SettingsError: the flag is of another type, or a key or value is not valid.
         """
+        global flags_read
+        flags_read += flag is not False
         if isinstance(flag, Settings):
             return flag
         if isinstance(flag, bool):

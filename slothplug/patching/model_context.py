@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
 
 from slothplug.settings import Settings
 
@@ -21,12 +24,18 @@ State = TypeVar("State", bound=SharedState)
 
 
 class ModelContext:
-    """Identity of one patched model, and what its operations share. A deep copy of the model has one of its own."""
+    """Identity of one patched model, and what its operations share. A deep copy of the model has one of its own.
 
-    __slots__ = ("_shared", "settings")
+    Attributes:
+        settings: of the patch.
+        outermost: the model and the wrappers around it whose calls open a ``ForwardContext``.
+    """
+
+    __slots__ = ("_shared", "outermost", "settings")
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._shared: dict[type[SharedState], SharedState] = {}
 
     def shared(self, kind: type[State]) -> State:

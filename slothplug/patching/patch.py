@@ -130,6 +130,7 @@ def _patch(
             if report.fused and not is_patched(module):
                 taken.append(module)
                 take(module, with_call, Outermost(context, guard))  # type: ignore[arg-type]
+                context.outermost.add(module)
         guard.forget()
         manager.hook.slothplug_after_patch(model=core, report=report)
         faults = (*manager.load_faults, *manager.faults[faults_before:])

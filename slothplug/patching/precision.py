@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,26 +22,55 @@ def full_float32_products() -> Iterator[None]:
     """No TF32, nor bfloat16 on CPUs, for products of float32: two ways to one result differ by 1e-3 with it.
 
     Trainers allow it for a whole run (Axolotl wherever the GPU has it, transformers with ``tf32=True``).
+
+    torch has an older switch, ``set_float32_matmul_precision``, and from 2.9 on a hierarchy of ``fp32_precision``: a
+    switch that was never set inherits, and must go on inheriting afterwards. What a switch reads does not tell whether
+    it inherits. So the hierarchy is set from the top, and only a switch that still allows less is set itself.
     """
-    matmuls: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    matmuls = tuple(matmul for matmul in matmuls if hasattr(matmul, "fp32_precision"))
-    precision = _float32_matmul_precision()
-    before: list[tuple[Any, str]] = []
-    try:
-        if precision is not None:
-            before += [(matmul, matmul.fp32_precision) for matmul in matmuls]
+    backends: Any = torch.backends
+    with ExitStack() as restore:
+        precision = _float32_matmul_precision()
+        if not hasattr(backends, "fp32_precision"):
+            restore.callback(torch.set_float32_matmul_precision, str(precision))
             torch.set_float32_matmul_precision("highest")
-        # What all inherit from comes first: a switch that inherits is off with it, and must go on inheriting.
-        for switch in (torch.backends, *matmuls) if matmuls else ():
-            if switch.fp32_precision != "ieee":
-                before.insert(0, (switch, switch.fp32_precision))
+        elif precision not in (None, "highest"):
+            # Only the older switches keep the two ways of asking in agreement; torch refuses to multiply without.
+            products = (backends.cuda.matmul, backends.mkldnn.matmul)
+            restore.callback(_restore_older, str(precision), {one: one.fp32_precision for one in products})
+            backends.cuda.matmul.allow_tf32 = False
+        for switch in _hierarchy():
+            if switch.fp32_precision not in _FULL:
+                restore.callback(setattr, switch, "fp32_precision", switch.fp32_precision)
                 switch.fp32_precision = "ieee"
         yield
-    finally:
-        if precision is not None:
-            torch.set_float32_matmul_precision(precision)
-        for switch, value in before:
-            switch.fp32_precision = value
+
+
+_FULL = ("ieee", "none")
+"""Values of a switch with which float32 is multiplied as float32; "none" is a library's own choice."""
+
+
+class _OneDnn:
+    """oneDNN's switch between that of all libraries and those of its operations.
+
+    The setter of ``torch.backends.mkldnn.fp32_precision`` sets the one of all libraries (torch 2.13).
+    """
+
+    @property
+    def fp32_precision(self) -> str:
+        return str(torch.backends.mkldnn.fp32_precision)
+
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        torch.backends.mkldnn.set_flags(_fp32_precision=value)
+
+
+def _hierarchy() -> tuple[Any, ...]:
+    """The switches that products of float32 depend on, each after those that it inherits from; none in older torch."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        return ()
+    # cudnn's is the one of all of CUDA's libraries.
+    return backends, backends.cudnn, _OneDnn(), backends.cuda.matmul, backends.mkldnn.matmul
 
 
 def _float32_matmul_precision() -> str | None:
@@ -50,6 +79,17 @@ def _float32_matmul_precision() -> str | None:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:
         return None
+
+
+def _restore_older(precision: str, products: dict[Any, str]) -> None:
+    """Sets the older switch, and those of the libraries' products, which it sets as well, to what they were."""
+    if precision == "high":
+        torch.backends.cuda.matmul.allow_tf32 = True  # which leaves oneDNN's switch alone
+    else:
+        torch.set_float32_matmul_precision(precision)
+    for switch, value in products.items():
+        if switch.fp32_precision != value:
+            switch.fp32_precision = value
 
 
 def seed_generators(seed: int) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from torch import nn
 
+from slothplug.patching.forward_context import Outermost
 from slothplug.patching.private_class import check_undoable, give_back
-from slothplug.patching.served import Calls
+from slothplug.patching.served import STATE, Calls
 from slothplug.settings import Settings
 
 
@@ -184,10 +185,16 @@ class Report:
 def unpatch(model: nn.Module) -> None:
     """Makes ``model`` (also a copy or a wrapper of a patched model) what it was. Does nothing to an unpatched one.
 
+    Wrappers that a later patch of the same model served (PEFT's) are given back with it.
+
     Raises:
         UndoError: another class was put above ours since the patch; no module was changed.
     """
-    modules = list(model.modules())
+    modules = dict.fromkeys(model.modules())
+    states = [module.__dict__.get(STATE) for module in modules]
+    for context in {state.context for state in states if isinstance(state, Outermost)}:
+        for wrapper in context.outermost:
+            modules |= dict.fromkeys(wrapper.modules())
     check_undoable(modules)
     for module in modules:
         give_back(module)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -33,39 +31,6 @@ def test_slothplug_run_serves_the_flag_alone_with_axolotls_default_launcher(work
     assert '"use_fast_kernels": true' in said
     assert "slothplug: rms_norm" in (workplace / "launched" / "debug.log").read_text()
     assert read(workplace / "launched").operations["lora"]["fused"] == 14
-
-
-@pytest.mark.parametrize("words", [["--help"], []], ids=["asked", "without a command"])
-def test_axolotl_slothplug_explains_itself(words: list[str]) -> None:
-    from click.testing import CliRunner
-
-    from slothplug.integrations.axolotl.command import slothplug
-
-    done = CliRunner().invoke(slothplug, words, prog_name="axolotl slothplug")
-    assert "Usage: axolotl slothplug [OPTIONS] COMMAND CONFIG ..." in done.output
-    assert "axolotl slothplug train cfg.yml" in done.output
-
-
-def test_axolotl_slothplug_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from click.testing import CliRunner
-
-    from slothplug.integrations.axolotl.command import slothplug
-
-    seen: list[list[str]] = []
-    monkeypatch.setattr("slothplug.integrations.axolotl.command.run", lambda command: seen.append(command) or 7)
-    words = ["train", "cfg.yml", "--help", "--launcher", "torchrun", "--", "--nproc_per_node", "2"]
-    assert CliRunner().invoke(slothplug, words).exit_code == 7
-    assert seen == [[sys.executable, "-m", "axolotl.cli.main", *words]]
-
-
-def test_axolotl_slothplug_does_the_same(workplace: Path) -> None:
-    if not [point for point in entry_points(group="axolotl.cli_commands") if point.name == "slothplug"]:
-        pytest.skip("Axolotl finds the subcommand where slothplug is installed, and it is not here")
-    path = write(workplace, "subcommand", plugins=[RECORDER], use_fast_kernels={"strict": True}, **LORA)
-    done = command(workplace, "axolotl", "slothplug", "train", path.name, "--launcher", "python")
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = read(workplace / "subcommand").record["report"]
-    assert (report["operations"]["lora"]["fused"], report["settings"]["strict"]) == (14, True)
 
 
 def test_preprocess_then_train_then_resume_then_merge(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from slothplug.cli.main import app
 from slothplug.cli.verify_model import Request, model_of
 from slothplug.errors import SlothplugError
 from slothplug.kernels.rms_norm import rms_norm
-from slothplug.patching.sites import Kernel
+from slothplug.patching.sites import Kernel, Refusal
 from slothplug.settings import Settings
 
 runner = CliRunner(env={"COLUMNS": "160"})
@@ -165,7 +165,7 @@ def test_the_reference_is_float64_where_double_alone_is_not() -> None:
 
 def test_fused_sites_that_never_ran_are_no_equality(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every call falls back, both sides are stock, and equal numbers say nothing."""
-    monkeypatch.setattr("slothplug.ops.rms_norm._why_not", lambda *_: "always", raising=False)
+    monkeypatch.setattr("slothplug.ops.rms_norm._why_not", lambda *_: Refusal("always"))
     monkeypatch.setattr(verify, "Settings", lambda: NORM_ONLY)
     result = runner.invoke(app, ["verify", str(config), "--layers", "1", "--draws", "2", "--device", "cpu"])
     assert result.exit_code == 1

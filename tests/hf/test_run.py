@@ -172,3 +172,41 @@ def test_a_script_that_is_not_executable(tmp_path: Path) -> None:
     done = _run(str(tmp_path / "train.py"))
     assert done.returncode == 126
     assert "Did you mean: slothplug run python" in done.stderr
+
+
+HARD_CODED = """
+import sys
+import torch
+from transformers import TrainingArguments
+TrainingArguments(output_dir={output!r}, use_cpu=True, report_to=[]{more})
+"""
+UNREAD = "--use_fast_kernels is on the command line, but nothing in train.py read it"
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "warned"),
+    [
+        (["--use_fast_kernels", "true"], "", True),
+        (["--use-fast-kernels"], "", True),
+        (["use_fast_kernels=true"], "", True),
+        (["--use_fast_kernels", "false"], "", False),
+        (["--use_fast_kernels=no"], "", False),
+        (["use_fast_kernels"], "", False),
+        ([], "", False),
+        (["--use_fast_kernels", "true"], ", use_fast_kernels=True", False),
+    ],
+)
+def test_a_flag_that_nothing_reads_is_said_at_exit(tmp_path: Path, words: list[str], more: str, warned: bool) -> None:
+    (tmp_path / "train.py").write_text(HARD_CODED.format(output=str(tmp_path), more=more))
+    done = _run(sys.executable, str(tmp_path / "train.py"), *words)
+    assert done.returncode == 0, done.stderr
+    assert (UNREAD in done.stderr) == warned
+    assert ("Write use_fast_kernels=True into the script's call of TrainingArguments" in done.stderr) == warned
+
+
+def test_only_one_process_says_that_nothing_read_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    done = _run(*launch, str(tmp_path / "train.py"), "--use_fast_kernels", "true")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(UNREAD) == 1

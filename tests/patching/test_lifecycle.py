@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -140,25 +137,6 @@ def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch:
     assert not any(allowed)
 
 
-def test_products_go_on_inheriting_their_precision() -> None:
-    """In a process of its own: what was set by name cannot be made to inherit again for other tests."""
-    if not hasattr(torch.backends, "fp32_precision"):
-        pytest.skip("this torch has no hierarchy of precisions")
-    script = """
-        import torch
-        from slothplug.patching.precision import full_float32_products
-        torch.backends.fp32_precision = "tf32"
-        with full_float32_products():
-            print(torch.backends.cuda.matmul.fp32_precision)
-        print(torch.backends.cuda.matmul.fp32_precision)
-        torch.backends.fp32_precision = "ieee"
-        print(torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision())
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ieee", "tf32", "ieee", "highest"]
-
-
 def test_an_adapter_on_the_head_is_the_heads(tiny_llama: Callable[..., nn.Module]) -> None:
     report = slothplug.patch(adapted(tiny_llama(), target_modules=["q_proj", "lm_head"]))
     (head,) = report.by_op()["head"]
@@ -205,3 +183,26 @@ def test_nothing_is_left_patched_after_undo(tiny_llama: Callable[..., nn.Module]
     model = adapted(tiny_llama())
     slothplug.patch(model).undo()
     assert not any(is_patched(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_wrapper_of_a_second_patch_is_given_back_by_either_report(
+    tiny_llama: Callable[..., nn.Module], which: int
+) -> None:
+    base = tiny_llama()
+    first = slothplug.patch(base)
+    model = adapted(base)
+    second = slothplug.patch(model)
+    assert is_patched(model)
+    (first, second)[which].undo()
+    assert not any(is_patched(module) for module in model.modules())
+    assert "_slothplug" not in "".join(key for module in model.modules() for key in vars(module))
+
+
+def test_undoing_a_part_leaves_the_rest_patched(tiny_llama: Callable[..., nn.Module]) -> None:
+    model = tiny_llama()
+    slothplug.patch(model)
+    slothplug.unpatch(model.model.layers[0])
+    assert not any(is_patched(module) for module in model.model.layers[0].modules())
+    assert is_patched(model)
+    assert is_patched(model.model.norm)

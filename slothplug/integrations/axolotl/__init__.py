@@ -1,7 +1,7 @@
-"""Axolotl: a plugin that serves ``use_fast_kernels`` in its YAML, and the launchers that add the plugin by themselves.
+"""Axolotl: a plugin that serves ``use_fast_kernels`` in its YAML, and the front door that adds the plugin by itself.
 
 Importing this changes nothing. The plugin changes the models that Axolotl loads for a configuration with the flag on;
-``slothplug run`` and ``axolotl slothplug`` wrap what ``slothplug.integrations.axolotl.frontdoor`` lists.
+``slothplug run`` and ``slothplug autoload`` wrap what ``slothplug.integrations.axolotl.frontdoor`` lists.
 """
 
 from __future__ import annotations

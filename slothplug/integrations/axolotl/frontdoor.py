@@ -1,6 +1,6 @@
 """The front door: what is wrapped in Axolotl so that ``use_fast_kernels: true`` alone, without ``plugins:``, is served.
 
-Reached by ``slothplug run``, ``axolotl slothplug`` and ``slothplug autoload`` only. It changes
+Reached by ``slothplug run`` and ``slothplug autoload`` only. It changes
 ``axolotl.cli.config.prepare_plugins``, which Axolotl calls on every configuration that it has read, in each of its
 processes: where the flag is on, our plugin is added to the configuration's list first. Once; ``close_config`` puts back
 what was there.

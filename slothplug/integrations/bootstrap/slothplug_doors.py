@@ -7,6 +7,8 @@ never imports one of the modules in ``DOORS`` pays for nothing.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 
 TYPE_CHECKING = False  # importing typing, with what it imports, takes longer than all the rest of this file
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
+
+FLAG = "use_fast_kernels"
+_FALSE = ("no", "false", "f", "n", "0")
 
 _LLAMAFACTORY = "slothplug.integrations.llamafactory"
 
@@ -67,6 +72,38 @@ class DoorFinder:
         loader.exec_module = exec_module
 
 
+def warn_unread() -> None:
+    """At exit: says that nothing read the flag which stands on the command line of a script of the user's own.
+
+    Launchers pass the flag on to other processes, and are installed: they lie in site-packages or have no ``.py``.
+    """
+    main = sys.argv[0]  # Python has deleted __main__.__file__ by now
+    own = main.endswith(".py") and "site-packages" not in main and "dist-packages" not in main
+    processes = sys.modules.get("multiprocessing")
+    worker = processes is not None and processes.parent_process() is not None
+    if not own or worker or "torch" not in sys.modules or os.environ.get("RANK", "0") != "0" or not _asks(sys.argv[1:]):
+        return
+    settings = sys.modules.get("slothplug.settings")
+    if settings is None or not settings.flags_read:
+        print(
+            f"slothplug: warning: --{FLAG} is on the command line, but nothing in {os.path.basename(main)} read it, so "
+            f"no model ran on fused kernels. Write {FLAG}=True into the script's call of TrainingArguments, or let it "
+            f"parse the command line with HfArgumentParser, or call slothplug.patch(model) before training.",
+            file=sys.stderr,
+        )
+
+
+def _asks(words: list[str]) -> bool:
+    """Whether the words of a command line switch the flag on, in a spelling that a parser takes."""
+    for index, word in enumerate(words):
+        name, given, value = word.partition("=")
+        if name.lstrip("-").replace("-", "_") == FLAG and (given or name.startswith("--")):
+            following = words[index + 1] if index + 1 < len(words) else ""
+            return (value if given else following).lower() not in _FALSE
+    return False
+
+
 # The hook's file is executed twice in a virtual environment of Python 3.11, and `slothplug run` may come on top of it.
 if not any(type(finder).__name__ == DoorFinder.__name__ for finder in sys.meta_path):
     sys.meta_path.insert(0, DoorFinder())
+    atexit.register(warn_unread)

@@ -1,4 +1,4 @@
-"""``python -m slothplug.integrations.llamafactory train cfg.yaml``: the command ``slothplug-llamafactory``."""
+"""The command ``slothplug-llamafactory`` for launchers that start a module, as ``torchrun -m`` does."""
 
 from __future__ import annotations
 
