@@ -6,10 +6,12 @@ attributes that the forward's code mentions are compared, so that ``config.use_c
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property, partial
+from itertools import repeat
 from operator import getitem, is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from slothplug.patching.fingerprint import attributes_of, same_value
-from slothplug.patching.forward_code import ForwardCode, code_of, forward_code, members_mentioned
+from slothplug.patching.forward_code import code_of, forward_code, members_mentioned
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.rebind_globals import global_names
 from slothplug.patching.sites import Refusal
@@ -40,10 +42,6 @@ _DEEPEST = 4
 """How many objects deep contents are compared."""
 
 
-class _Absent:
-    """Stands for the value of an attribute that is not there. The class itself is the value: copies leave it alone."""
-
-
 class _Read(NamedTuple):
     """One item of a namespace. ``content`` is None where the value cannot change in place."""
 
@@ -57,30 +55,48 @@ class _Content(NamedTuple):
 
     copy: dict[Any, Any] | list[Any] | tuple[Any, ...] | None = None
     items: tuple[_Read, ...] = ()
+    absent: tuple[str, ...] = ()
+    """Names that are mentioned and are not in the object's namespace."""
 
 
 class _Unknown(Exception):
     """A value whose content cannot be compared; its argument describes the value."""
 
 
-class SettledCode:
-    """Whether the globals, class attributes and captured variables that functions read are what they were.
-
-    Copies of a module share it: none of these is copied with a module.
-    """
+class SettledItems:
+    """Whether items of namespaces are what they were: globals, class attributes, captured variables, attributes."""
 
     def __init__(
-        self, reads: Iterable[tuple[Any, _Read]], absent: Iterable[tuple[Mapping[str, Any], frozenset[str]]] = ()
+        self, reads: Iterable[tuple[Any, _Read]], absent: Iterable[tuple[Mapping[str, Any], Iterable[str]]] = ()
     ) -> None:
         """``reads`` are pairs of a namespace and an item of it, ``absent`` of a namespace and names not in it."""
-        self._reads, self._absent = tuple(reads), tuple(absent)
-        constant = [(space, read) for space, read in self._reads if read.content is None]
-        self._spaces, self._keys = [space for space, _ in constant], [read.key for _, read in constant]
-        self._values = [read.value for _, read in constant]
-        self._mutable = [(space, read) for space, read in self._reads if read.content is not None]
+        self._spaces: list[Any] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []
+        self._containers: list[Any] = []
+        self._copies: list[Any] = []
+        self._absent = [(space, frozenset(names)) for space, names in absent]
+        for space, read in reads:
+            self._add(space, read)
+
+    def _add(self, space: Any, read: _Read) -> None:
+        self._spaces.append(space)
+        self._keys.append(read.key)
+        self._values.append(read.value)
+        if read.content is None:
+            return
+        if read.content.copy is not None:
+            self._containers.append(read.value)
+            self._copies.append(read.content.copy)
+            return
+        # These hold for as long as the value, which is compared above, is the same object.
+        inner = vars(read.value)
+        self._absent.append((inner, frozenset(read.content.absent)))
+        for item in read.content.items:
+            self._add(inner, item)
 
     @classmethod
-    def names_in(cls, functions: Iterable[FunctionType]) -> SettledCode:
+    def globals_of(cls, functions: Iterable[FunctionType]) -> SettledItems:
         """For functions that go on reading their globals themselves: which objects these are, not what they hold."""
         return cls(
             (function.__globals__, _read(function.__globals__, name, None))
@@ -89,7 +105,7 @@ class SettledCode:
         )
 
     @classmethod
-    def of_functions(cls, functions: Iterable[FunctionType]) -> SettledCode | Refusal:
+    def of_functions(cls, functions: Iterable[FunctionType]) -> SettledItems | Refusal:
         """For functions that belong to no module; a refusal where what they read cannot be compared later."""
         codes = [code_of(function) for function in functions]
         try:
@@ -97,59 +113,54 @@ class SettledCode:
         except _Unknown as unknown:
             return Refusal(f"reads {unknown}, whose changes would go unnoticed")
 
-    def __add__(self, other: SettledCode) -> SettledCode:
-        return SettledCode(self._reads + other._reads, self._absent + other._absent)
-
-    def __deepcopy__(self, memo: object) -> SettledCode:
-        return self
-
     def fits(self) -> bool:
         try:
-            unchanged = all(map(is_, map(getitem, self._spaces, self._keys), self._values))
+            return (
+                _same(self._spaces, self._keys, self._values)
+                and all(map(_equal, self._containers, self._copies))
+                and all(space.keys().isdisjoint(names) for space, names in self._absent)
+            )
         except KeyError:
             return False
-        reads = self._mutable if unchanged else self._reads
-        return all(_holds(space, read) for space, read in reads) and all(
-            space.keys().isdisjoint(names) for space, names in self._absent
-        )
 
-    def watch(self, watch: Watch) -> bool:
-        """``fits()``; notes all that the answer depends on."""
-        for space, read in self._reads:
-            _note(watch, space, read)
+    def watch(self, watch: Watch) -> None:
+        """Notes all that ``fits`` reads."""
+        for space, key in zip(self._spaces, self._keys, strict=True):
+            _note(watch, space, key)
+        for container, copied in zip(self._containers, self._copies, strict=True):
+            if _equal(container, copied):
+                watch.content(container, copied)
         for space, names in self._absent:
             for name in names:
-                watch.absent(space, name)
-        return self.fits()
+                _note(watch, space, name)
 
     def numbers(self) -> Iterator[float]:
-        """The numbers among what is read."""
-        return _numbers(read for _, read in self._reads)
+        """The numbers among the items, those of Python modules left out."""
+        for space, value in zip(self._spaces, self._values, strict=True):
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and "__spec__" not in space:
+                yield float(value)
 
 
 class Settled:
     """Whether a module is still of its class and its forward reads what it read.
 
     Deep-copied in one go with the module, it fits the copy. It fits other modules of equal ``fingerprint`` too.
-
-    Attributes:
-        names: the names that the forward's code mentions.
     """
 
-    def __init__(self, module: nn.Module, code: ForwardCode, free: str | None) -> None:
-        self.type, self.names = stock_class(module), code.names
-        attributes = [(name, value) for name, value in attributes_of(module) if name not in (free, "training")]
-        own = dict(attributes)
-        self._reads = tuple(_read(own, name, code.names if name in code.names else None) for name in own)
-        # Replicas of nn.DataParallel hold their weights as plain attributes.
-        self._absent = code.names.difference(vars(module), module._parameters, module._buffers, module._modules)
-        bases = [vars(base) for base in self.type.__mro__[: self.type.__mro__.index(nn.Module)]]
-        names = code.names | {"forward"}
-        spaces = [*code.namespaces, *((base, name) for base in bases for name in sorted(names & base.keys()))]
-        self._code = SettledCode(
-            [(space, _read(space, name, code.names)) for space, name in spaces],
-            [(base, names - base.keys()) for base in bases],
-        )
+    def __init__(
+        self, kind: type[nn.Module], attributes: tuple[_Read, ...], absent: frozenset[str], elsewhere: SettledItems
+    ) -> None:
+        """``attributes`` are those of the instance, ``absent`` names that it has not, ``elsewhere`` is read by the code
+        of its class."""
+        self._type, self._attributes, self._absent, self._elsewhere = kind, attributes, absent, elsewhere
+        containers = {
+            read.key: read.content.copy for read in attributes if read.content and read.content.copy is not None
+        }
+        self._copies = containers
+        self._names = [read.key for read in attributes if read.key not in containers]
+        self._values = [read.value for read in attributes if read.key not in containers]
+        own = {read.key: read.value for read in attributes}
+        self._objects = SettledItems((own, read) for read in attributes if read.content and read.content.copy is None)
 
     @classmethod
     def of(cls, module: nn.Module, free: str | None = None) -> Settled | Refusal:
@@ -157,34 +168,60 @@ class Settled:
 
         ``free`` names an attribute that may change.
         """
+        kind = stock_class(module)
+        code = forward_code(kind, vars(module))
+        own = {name: value for name, value in attributes_of(module) if name not in (free, "training")}
+        bases = [vars(base) for base in kind.__mro__[: kind.__mro__.index(nn.Module)]]
+        names = code.names | {"forward"}
+        spaces = [*code.namespaces, *((base, name) for base in bases for name in sorted(names & base.keys()))]
         try:
-            return cls(module, forward_code(stock_class(module), vars(module)), free)
+            attributes = tuple(_read(own, name, code.names if name in code.names else None) for name in own)
+            elsewhere = SettledItems(
+                [(space, _read(space, name, code.names)) for space, name in spaces],
+                [(base, names - base.keys()) for base in bases],
+            )
         except _Unknown as unknown:
             return Refusal(f"its forward reads {unknown}, whose changes would go unnoticed")
+        # Replicas of nn.DataParallel hold their weights as plain attributes.
+        absent = code.names.difference(vars(module), module._parameters, module._buffers, module._modules)
+        return cls(kind, attributes, absent, elsewhere)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settled:
+        # Classes and globals are the same for a copy.
+        return Settled(self._type, copy.deepcopy(self._attributes, memo), self._absent, self._elsewhere)
 
     def fits(self, module: nn.Module) -> bool:
         own = module.__dict__
-        return (
-            stock_class(module) is self.type
-            and all(_holds(own, read) for read in self._reads)
-            and own.keys().isdisjoint(self._absent)
-            and self._code.fits()
-        )
+        try:
+            return (
+                stock_class(module) is self._type
+                and _same(repeat(own), self._names, self._values)
+                and own.keys().isdisjoint(self._absent)
+                and all(_equal(own[name], copied) for name, copied in self._copies.items())
+                and self._objects.fits()
+                and self._elsewhere.fits()
+            )
+        except KeyError:
+            return False
 
     def watch(self, module: nn.Module, watch: Watch) -> bool:
         """``fits(module)``; notes all that the answer depends on."""
+        own = module.__dict__
         watch.type_of(module)
-        watch.size(module.__dict__)
-        for read in self._reads:
-            _note(watch, module.__dict__, read)
-        return self._code.watch(watch) and self.fits(module)
+        watch.size(own)
+        for name in (*self._names, *self._copies):
+            _note(watch, own, name)
+        for name, copied in self._copies.items():
+            if name in own and _equal(own[name], copied):
+                watch.content(own[name], copied)
+        self._objects.watch(watch)
+        self._elsewhere.watch(watch)
+        return self.fits(module)
 
     def numbers(self) -> Iterator[float]:
         """The numbers that the forward reads from elsewhere than the module's own attributes."""
-        yield from self._code.numbers()
-        for read in self._reads:
-            if read.content is not None:
-                yield from _numbers(read.content.items)
+        yield from self._elsewhere.numbers()
+        yield from self._objects.numbers()
 
 
 def _read(space: Mapping[str, Any], name: str, names: frozenset[str] | None, depth: int = 0) -> _Read:
@@ -210,21 +247,19 @@ def _content(value: Any, names: frozenset[str], depth: int) -> _Content | None:
     space = vars(value)
     if isinstance(value, ModuleType):
         return _Content(items=tuple(_read(space, name, names, depth + 1) for name in sorted(names & space.keys())))
-    return _Content(items=tuple(_object_reads(value, members_mentioned(type(value), names), depth)))
+    return _object_content(value, members_mentioned(type(value), names), depth)
 
 
-def _object_reads(value: object, names: frozenset[str], depth: int) -> Iterator[_Read]:
+def _object_content(value: object, names: frozenset[str], depth: int) -> _Content:
     space = vars(value)
     # transformers' configurations answer to other names than they store an attribute under.
     aliases = getattr(value, "attribute_map", {})
-    for name in sorted({aliases.get(name, name) for name in names}):
-        if name not in space:
-            yield _Read(name, _Absent)
-            continue
-        try:
-            yield _read(space, name, names, depth + 1)
-        except _Unknown as unknown:
-            raise _Unknown(f".{unknown.args[0]}") from None
+    keys = {aliases.get(name, name) for name in names}
+    try:
+        items = tuple(_read(space, key, names, depth + 1) for key in sorted(keys & space.keys()))
+    except _Unknown as unknown:
+        raise _Unknown(f".{unknown.args[0]}") from None
+    return _Content(items=items, absent=tuple(keys - space.keys()))
 
 
 def _copied(value: Any) -> Any:
@@ -238,13 +273,11 @@ def _copied(value: Any) -> Any:
     raise _Unknown(f", which holds a {type(value).__name__}")
 
 
-def _holds(space: Mapping[str, Any], read: _Read) -> bool:
-    found, content = space.get(read.key, _Absent), read.content
-    if content is None:
-        return same_value(found, read.value)
-    if content.copy is not None:
-        return _equal(found, content.copy)
-    return found is read.value and all(_holds(vars(found), inner) for inner in content.items)
+def _same(spaces: Iterable[Any], keys: Sequence[str], values: Sequence[Any]) -> bool:
+    """Whether the items are the same objects, or equal plain values."""
+    return all(map(is_, map(getitem, spaces, keys), values)) or all(
+        same_value(space[key], value) for space, key, value in zip(spaces, keys, values, strict=False)
+    )
 
 
 def _equal(found: Any, copy: Any) -> bool:
@@ -253,22 +286,6 @@ def _equal(found: Any, copy: Any) -> bool:
     return isinstance(found, plain) and plain.__eq__(found, copy) is True
 
 
-def _note(watch: Watch, space: Any, read: _Read) -> None:
-    if watch.absent(space, read.key):
-        return
-    found = watch.item(space, read.key)
-    if read.content is None:
-        return
-    if read.content.copy is not None and _equal(found, read.content.copy):
-        watch.content(found, read.content.copy)
-    elif hasattr(found, "__dict__"):
-        for inner in read.content.items:
-            _note(watch, vars(found), inner)
-
-
-def _numbers(reads: Iterable[_Read]) -> Iterator[float]:
-    for read in reads:
-        if isinstance(read.value, float):
-            yield read.value
-        elif read.content is not None and not isinstance(read.value, ModuleType):
-            yield from _numbers(read.content.items)
+def _note(watch: Watch, space: Any, key: str) -> None:
+    if not watch.absent(space, key):
+        watch.item(space, key)

@@ -21,7 +21,7 @@ from torch import nn
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.backend import Backend
 from slothplug.kernels.glu import DTYPES, Activation, Layout, glu, glu_packed
-from slothplug.ops.glu.forward import fast_glu
+from slothplug.ops.glu.forward import bind, fast_glu
 from slothplug.ops.glu.probe import prove
 from slothplug.ops.glu.recognition import Identified, identify
 from slothplug.ops.glu.structure import key_of, shapes_of, weight_dtypes
@@ -92,4 +92,4 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
             yield Left(NAME, name, module, Refusal(f"no kernel for {device.type} and {dtype}"))
         else:
             proof = partial(prove, module, found, kernel)
-            yield Site(NAME, name, module, fast_glu, found.mlp, kernel, proof, (key, dtype))
+            yield Site(NAME, name, module, fast_glu, found.mlp, kernel, proof, (key, found.mlp, dtype), bind)

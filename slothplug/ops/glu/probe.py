@@ -11,7 +11,7 @@ from torch import nn
 
 from slothplug.ops.glu.gated_mlp import GatedMLP, gate_and_up
 from slothplug.ops.glu.recognition import Identified
-from slothplug.ops.glu.recompute import not_kept
+from slothplug.ops.glu.recompute import recompute_product
 from slothplug.ops.glu.structure import recording_twin
 from slothplug.patching.predicates import device_of, dtype_of
 from slothplug.patching.proof import difference, probe_rows
@@ -40,6 +40,5 @@ def _with_kernel(
     gate, up = gate_and_up(modules, mlp, x)
     with_arguments = partial(kernel, **mlp.arguments())
     h = with_arguments(gate, up)
-    last = modules[mlp.down]
-    with not_kept(h, gate, up, with_arguments, last):
-        return last(h)
+    with recompute_product(h, gate, up, with_arguments):
+        return modules[mlp.down](h)
