@@ -22,7 +22,7 @@ from torch import nn
 import slothplug
 from slothplug.bench.environment import versions
 from slothplug.bench.trainer_step import SHAPES
-from slothplug.ops.head import lazy_logits
+from slothplug.ops.head import fused_loss
 from slothplug.ops.head.label_count import CountedLabels
 
 IGNORED = -100
@@ -44,7 +44,7 @@ def counted_at_the_loss() -> Iterator[None]:
 @contextmanager
 def not_counted() -> Iterator[None]:
     """Every row takes part."""
-    with counted_at_the_loss(), mock.patch.object(lazy_logits, "max_valid", return_value=None):
+    with counted_at_the_loss(), mock.patch.object(fused_loss, "max_valid", return_value=None):
         yield
 
 

@@ -46,7 +46,11 @@ class SiteReport:
             "kernel": self.kernel,
             "backend": self.backend,
             "reason": self.reason,
-            "calls": {"served": self.calls.served, "fallbacks": dict(self.calls.fallbacks)},
+            "calls": {
+                "served": self.calls.served,
+                "fallbacks": dict(self.calls.fallbacks),
+                "remarks": dict(self.calls.remarks),
+            },
         }
 
 
@@ -172,6 +176,8 @@ class Report:
         for site in self.fused:
             for reason in site.calls.fallbacks:
                 groups["fell back", site.op, f"{site.class_name}: {reason}"].append(site.name)
+            for remark in site.calls.remarks:
+                groups["slower", site.op, f"{site.class_name}: {remark}"].append(site.name)
         lines = []
         for (what, op, reason), names in groups.items():
             where = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

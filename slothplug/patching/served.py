@@ -29,6 +29,8 @@ class Calls:
     """Fused backward passes; counted only while ``count_backward`` is true, since it costs a hook a call."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls answered by the original forward, by reason."""
+    remarks: Counter[str] = field(default_factory=Counter)
+    """Served calls after which something slower was computed than need be, by reason."""
     count_backward: bool = False
     collected: int = 0
     """Served calls whose output a sibling's call had computed."""

@@ -108,6 +108,7 @@ def check_that_nothing_was_fused_in_vain(trainer: Any) -> None:
     [head] = ours.report.by_op()["head"]
     assert head.status == "fused" or head.reason == "TRL's own fused head computes the loss of this model"
     assert not head.calls.fallbacks, "entropy and accuracy need no logits"
+    assert not head.calls.remarks, "their reader was declared when the trainer was built"
 
 
 @needs_dpo

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
+from slothplug.ops.head.head_call import HeadCall
 from slothplug.ops.head.lazy_logits import LazyLogits, put_off
-from slothplug.ops.head.lazy_value import Product
-from slothplug.ops.head.statistics_policy import Readers
+from slothplug.ops.head.statistics_policy import StatisticsPolicy
 from slothplug.patching.served import Calls
 from tests.patching.device import DEVICE, cpu_only
 
@@ -44,11 +44,11 @@ class Head:
         return F.linear(self.hidden * 1, self.weight, self.bias)
 
     def lazy(self, dtype: torch.dtype | None = None) -> LazyLogits:
-        self.product = Product(
+        self.call = HeadCall(
             self.hidden * 1, self.weight, self.bias, dtype or self.hidden.dtype,
-            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls, Readers(),
+            partial(linear_cross_entropy, backend="torch"), self.chunk_bytes, self.calls, StatisticsPolicy(),
         )  # fmt: skip
-        return put_off(self.product)
+        return put_off(self.call)
 
     def check(self, use: Callable[[torch.Tensor], torch.Tensor], fused: bool) -> None:
         """``use`` gives stock's values and gradients on lazy logits, and is fused or not."""

@@ -17,9 +17,9 @@ import slothplug
 from slothplug.exactness import Exactness
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.ops.head.adapter import low_rank_of, parts_of
+from slothplug.ops.head.head_call import HeadCall
 from slothplug.ops.head.lazy_logits import put_off
-from slothplug.ops.head.lazy_value import Product
-from slothplug.ops.head.statistics_policy import Readers
+from slothplug.ops.head.statistics_policy import StatisticsPolicy
 from slothplug.patching.served import Calls
 from tests.patching.adapted_heads import adapt, assert_trained, build, pair, seeded_step
 from tests.patching.device import DEVICE
@@ -208,8 +208,8 @@ def test_as_exact_as_peft(base: torch.dtype, adapter: torch.dtype, autocast: boo
                 parts: Any = parts_of(head)
                 term = low_rank_of(parts.adapter, x, "peft")
                 kernel = partial(linear_cross_entropy, backend="torch")
-                product = Product(x, parts.weight, None, lowest, kernel, 4096, Calls(), Readers(), term)
-                return F.cross_entropy(put_off(product).float().view(-1, vocabulary), labels)
+                call = HeadCall(x, parts.weight, None, lowest, kernel, 4096, Calls(), StatisticsPolicy(), term)
+                return F.cross_entropy(put_off(call).float().view(-1, vocabulary), labels)
 
         def stock(x: torch.Tensor, *_: torch.Tensor, head: Any = head, labels: torch.Tensor = labels) -> torch.Tensor:
             with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):

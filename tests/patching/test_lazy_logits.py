@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from slothplug.exactness import assert_as_exact
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
+from slothplug.ops.head.head_call import HeadCall
 from slothplug.ops.head.lazy_logits import put_off
-from slothplug.ops.head.lazy_value import Product
-from slothplug.ops.head.statistics_policy import Readers
+from slothplug.ops.head.statistics_policy import StatisticsPolicy
 from slothplug.patching.served import Calls
 from tests.patching.device import DEVICE
 from tests.patching.lazy_head import LABELS, B, Head, T, V, assert_close
@@ -189,7 +189,7 @@ def test_bfloat16_is_as_exact_as_stock(dtype: torch.dtype, cap: float | None) ->
 
         def lazy(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             kernel = partial(linear_cross_entropy, backend="torch")
-            return put_off(Product(hidden, weight, None, torch.bfloat16, kernel, 4096, Calls(), Readers()))
+            return put_off(HeadCall(hidden, weight, None, torch.bfloat16, kernel, 4096, Calls(), StatisticsPolicy()))
 
         oracle = run(lambda hidden, weight: hidden @ weight.t(), hidden.double(), weight.double())
         return run(lazy, hidden, weight), run(F.linear, hidden, weight), oracle

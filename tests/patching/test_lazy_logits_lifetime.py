@@ -19,7 +19,7 @@ from tests.patching.lazy_head import LABELS, Head, V
 def test_logits_that_no_loss_was_taken_of_are_real_when_the_call_ends() -> None:
     head = Head()
     logits = head.lazy() / 2
-    head.product.close(completed=True)
+    head.call.close(completed=True)
     stock = head.stock() / 2
     with torch.no_grad():
         head.weight.zero_()
@@ -29,21 +29,21 @@ def test_logits_that_no_loss_was_taken_of_are_real_when_the_call_ends() -> None:
 def test_nothing_is_computed_when_a_call_fails_or_nobody_holds_the_logits() -> None:
     head = Head()
     logits = head.lazy()
-    head.product.close(completed=False)
+    head.call.close(completed=False)
     assert not head.calls.fallbacks
     logits = head.lazy()
-    product = head.product
+    call = head.call
     del logits, head
     gc.collect()
-    product.close(completed=True)
-    assert not product.calls.fallbacks
+    call.close(completed=True)
+    assert not call.calls.fallbacks
 
 
 def test_a_second_loss_after_the_call_is_stock() -> None:
     head = Head()
     logits = head.lazy()
     F.cross_entropy(logits.view(-1, V), LABELS)
-    head.product.close(completed=True)
+    head.call.close(completed=True)
     loss = F.cross_entropy(logits.view(-1, V), LABELS)
     assert head.calls.served == 1
     assert head.calls.fallbacks.total() == 1
@@ -55,7 +55,7 @@ def test_a_second_loss_after_the_call_is_stock() -> None:
 def after_a_loss(head: Head) -> LazyLogits:
     logits = head.lazy()
     F.cross_entropy(logits.view(-1, V), LABELS).backward()
-    head.product.close(completed=True)
+    head.call.close(completed=True)
     return logits
 
 
@@ -103,12 +103,12 @@ def test_a_loss_after_the_head_was_written_raises() -> None:
 def test_nothing_outlives_the_logits(soft_cap: bool, read: bool) -> None:
     head = Head()
     logits = head.lazy()
-    hidden = weakref.ref(head.product)
+    hidden = weakref.ref(head.call)
     x = torch.tanh(logits / 3) * 3 if soft_cap else logits.float()
     loss = F.cross_entropy(x.view(-1, V), LABELS)
     if read:
         loss = loss + x.sum()
     loss.backward()
-    head.product.close(completed=True)
+    head.call.close(completed=True)
     del logits, x, loss, head
     assert hidden() is None, "a cycle through the graph keeps the hidden states alive"

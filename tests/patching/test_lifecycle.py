@@ -125,7 +125,7 @@ def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch:
         allowed.append(torch.backends.cuda.matmul.allow_tf32)
         return difference(*args)
 
-    monkeypatch.setattr("slothplug.ops.head.difference", prove)
+    monkeypatch.setattr("slothplug.ops.head.probe.difference", prove)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         report = slothplug.patch(tiny_llama())

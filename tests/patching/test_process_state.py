@@ -116,12 +116,12 @@ def python(script: str) -> list[str]:
 def test_what_stays_is_what_the_documentation_lists() -> None:
     left = python(LEFT_BEHIND)
     kinds = {line.rpartition(" ")[0] for line in left}
-    assert kinds == {"_deepcopy_dispatch", "subclass of", "optimizer post hook"}
+    assert kinds == {"_deepcopy_dispatch", "subclass of", "optimizer pre hook"}
     private = {line.rpartition(" ")[2] for line in left if line.startswith("_deepcopy_dispatch")}
     assert {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaForCausalLM", "PeftModelForCausalLM"} <= private
     assert sum(line.startswith("optimizer") for line in left) == 1
     page = (ROOT / "docs" / "architecture.md").read_text()
-    for words in ("copy._deepcopy_dispatch", "__subclasses__()", "post-step hook"):
+    for words in ("copy._deepcopy_dispatch", "__subclasses__()", "pre-step hook"):
         assert words in page
 
 

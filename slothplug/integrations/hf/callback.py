@@ -13,7 +13,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slothplug.integrations.hf.throughput import Throughput
-from slothplug.ops.head import trl_computes_the_loss
+from slothplug.integrations.hf.token_statistics import reads_token_statistics
+from slothplug.ops.head import record_statistics, trl_computes_the_loss
 from slothplug.patching.compiled import is_compiled
 from slothplug.patching.patch import patch, report_left
 from slothplug.patching.report import Report, unpatch
@@ -111,14 +112,17 @@ class FastKernelsCallback(TrainerCallback):
             return
         logger.info("slothplug: %s", self._throughput.finish())
         self._throughput = None
-        if self.report and (any(site.calls.fallbacks for site in self.report.fused) or self.report.idle()):
+        if self.report and (self.report.idle() or any(s.calls.fallbacks or s.calls.remarks for s in self.report.fused)):
             logger.info("%s", self.report)
 
     def _patch(self, model: nn.Module, settings: Settings, args: TrainingArguments) -> None:
-        refusal = _why_not_compiling(args)
-        if refusal:
+        if refusal := _why_not_compiling(args):
             unpatch(model)
-        self.report = report_left(model, settings, refusal) if refusal else patch(model, settings)
+            self.report = report_left(model, settings, refusal)
+        else:
+            self.report = patch(model, settings)
+            if reads_token_statistics(_calling_trainer()):
+                self.report.notes.extend(record_statistics(model))
         self.report.notes.extend(self.notes)
         self._seen = Seen(model)
 

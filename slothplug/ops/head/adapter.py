@@ -1,7 +1,7 @@
 """An output head with a LoRA adapter: whether it can be served, what a call reads from it, and its probe.
 
 Nothing is taken from PEFT's layer at patch time. Each call asks which adapter is active, whether adapters are disabled
-or merged, and what its parts are (``ops.lora.layer.adapted``); what is not plain LoRA is answered by PEFT's forward.
+or merged, and what its parts are (``ops.peft_lora.layer``); what is not plain LoRA is answered by PEFT's forward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entropy and most likely word of every token, read after the loss: without logits, from the second step on free."""
+"""Entropy and most likely token of every token, read after the loss: recorded by it where a reader was declared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 import slothplug
 from slothplug.kernels.cross_entropy import RowStatistics
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
-from slothplug.ops.head.lazy_value import Product
+from slothplug.ops.head import record_statistics, statistics_policy
+from slothplug.ops.head.head_call import HeadCall
 from slothplug.patching.served import STATE, Calls
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, LABELS, assert_same_step, tiny
@@ -35,10 +36,10 @@ def read(model: nn.Module) -> tuple[Step, torch.Tensor, torch.Tensor]:
     output = model(input_ids=IDS, labels=LABELS, use_cache=False)
     with torch.no_grad():
         entropy = entropy_from_logits(output.logits)
-        words = output.logits[..., :-1, :].contiguous().argmax(dim=-1)
+        tokens = output.logits[..., :-1, :].contiguous().argmax(dim=-1)
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Step(output.loss.detach(), gradients), entropy, words
+    return Step(output.loss.detach(), gradients), entropy, tokens
 
 
 def assert_same(
@@ -58,45 +59,80 @@ def calls_of(report: slothplug.Report) -> Calls:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The hidden rows that logits were made of, outside the loss."""
     rows: list[torch.Tensor] = []
-    linear = Product.linear
+    linear = HeadCall.linear
 
-    def note(self: Product, hidden: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:
+    def note(self: HeadCall, hidden: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:
         rows.append(hidden)
         return linear(self, hidden, u)
 
-    monkeypatch.setattr(Product, "linear", note)
+    monkeypatch.setattr(HeadCall, "linear", note)
     return rows
 
 
-def test_from_the_second_step_on_no_logits_are_made(products: list[torch.Tensor]) -> None:
+def words_of(report: slothplug.Report) -> str:
+    return " ".join(str(report).split())
+
+
+def patched(model: nn.Module, **settings: Any) -> slothplug.Report:
+    """A model whose trainer is known to read entropy and argmax."""
+    report = slothplug.patch(model, settings or True)
+    assert record_statistics(model) == []
+    return report
+
+
+def test_with_a_declared_reader_no_logits_are_made(products: list[torch.Tensor]) -> None:
     model, stock = tiny("llama"), tiny("llama")
-    report = slothplug.patch(model)
+    report = patched(model)
     expected = read(stock)
-    assert_same(read(model), expected)
-    assert products
-    products.clear()
     for _ in range(2):
         assert_same(read(model), expected)
     assert not products
-    assert (calls_of(report).served, dict(calls_of(report).fallbacks)) == (3, {})
+    calls = calls_of(report)
+    assert (calls.served, dict(calls.fallbacks), dict(calls.remarks)) == (2, {}, {})
 
 
-def test_where_nobody_reads_any_more_nothing_is_written_down(products: list[torch.Tensor]) -> None:
+def test_without_a_declaration_logits_are_made_a_chunk_at_a_time_and_the_report_says_so(
+    products: list[torch.Tensor],
+) -> None:
+    model, stock = tiny("llama"), tiny("llama")
+    report = slothplug.patch(model)
+    expected = read(stock)
+    for _ in range(2):
+        assert_same(read(model), expected)
+    assert products
+    calls = calls_of(report)
+    assert (calls.served, dict(calls.fallbacks)) == (2, {})
+    assert list(calls.remarks.values()) == [2], "once a call"
+    assert "no trainer that reads them was declared (slothplug.ops.head.record_statistics)" in words_of(report)
+
+
+def test_nothing_is_compared_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison waits for the device."""
     model = tiny("llama")
-    slothplug.patch(model)
+    patched(model)
+    monkeypatch.delattr(statistics_policy, "_why_not_recorded_by")
+    for _ in range(3):
+        read(model)
+
+
+def test_if_nobody_reads_one_losss_statistics_later_losses_stop_recording(products: list[torch.Tensor]) -> None:
+    model = tiny("llama")
+    report = patched(model)
     read(model)
-    written = []
+    recorded = []
     for _ in range(3):
         output = model(input_ids=IDS, labels=LABELS)
-        written.append(output.logits._deferred.product.statistics is not None)
-    assert written == [True, False, False]
+        recorded.append(output.logits._value.call.statistics is not None)
+    assert recorded == [True, False, False]
+    assert_same(read(model), read(tiny("llama")))
+    assert "an earlier loss recorded them and nobody read them" in words_of(report)
 
 
 def test_with_an_epilogue_logits_are_made_for_the_readers(products: list[torch.Tensor]) -> None:
     """What the loss saw is not what the readers see."""
     for make in (lambda: tiny("gemma2"), lambda: tiny("cohere2")):
         model, stock = make(), make()
-        report = slothplug.patch(model)
+        report = patched(model)
         for _ in range(3):
             products.clear()
             assert_same(read(model), read(stock))
@@ -107,27 +143,27 @@ def test_with_an_epilogue_logits_are_made_for_the_readers(products: list[torch.T
 
 def test_what_a_reader_gets_is_its_own() -> None:
     model, stock = tiny("llama"), tiny("llama")
-    slothplug.patch(model)
+    patched(model)
     for _ in range(3):
         for one in (model, stock):
             output = one(input_ids=IDS, labels=LABELS)
             with torch.no_grad():
-                entropy, words = entropy_from_logits(output.logits), output.logits.argmax(-1)
-                kept = entropy.clone(), words.clone()
-                entropy.zero_(), words.zero_()
+                entropy, tokens = entropy_from_logits(output.logits), output.logits.argmax(-1)
+                kept = entropy.clone(), tokens.clone()
+                entropy.zero_(), tokens.zero_()
                 assert torch.equal(output.logits.argmax(-1), kept[1])
                 assert torch.equal(entropy_from_logits(output.logits), kept[0])
 
 
 def test_what_a_reader_gets_is_an_ordinary_tensor_in_inference_mode_too() -> None:
     model = tiny("llama")
-    slothplug.patch(model)
+    patched(model)
     for _ in range(3):
         with torch.inference_mode():
             logits = model(input_ids=IDS, labels=LABELS).logits
-        words = logits[:, :-1].argmax(-1)
-        assert words.view(-1).shape == (38,)  # dense
-        words[0, 0] = 3
+        tokens = logits[:, :-1].argmax(-1)
+        assert tokens.view(-1).shape == (38,)  # dense
+        tokens[0, 0] = 3
         with pytest.raises(IndexError):
             logits.argmax(3)
         with pytest.raises(IndexError):
@@ -136,9 +172,9 @@ def test_what_a_reader_gets_is_an_ordinary_tensor_in_inference_mode_too() -> Non
 
 def test_a_loss_that_raises_writes_nothing_down() -> None:
     model, stock = tiny("llama"), tiny("llama")
-    slothplug.patch(model)
+    patched(model)
     read(model)
-    words = []
+    tokens = []
     for one in (model, stock):
         kept: list[torch.Tensor] = []
 
@@ -152,8 +188,8 @@ def test_a_loss_that_raises_writes_nothing_down() -> None:
             return kept[0].argmax(-1).sum()
 
         one.loss_function = loss
-        words.append(one(input_ids=IDS, labels=LABELS).loss)
-    assert torch.equal(*words)
+        tokens.append(one(input_ids=IDS, labels=LABELS).loss)
+    assert torch.equal(*tokens)
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["read", "not read"])
@@ -162,7 +198,7 @@ def test_the_whole_model_in_a_checkpoint(reads: bool) -> None:
     labels = IDS.where(torch.rand(IDS.shape, generator=torch.Generator(DEVICE).manual_seed(0)) < 0.5, -100)
     labels[:, 0] = IDS[:, 0]  # counted at the call, and shifted away before the loss
     model, stock = tiny("llama"), tiny("llama")
-    slothplug.patch(model)
+    patched(model)
 
     def run(one: nn.Module) -> Step:
         one.zero_grad()
@@ -187,20 +223,23 @@ def test_float64_is_read_in_float64() -> None:
     with torch.no_grad():
         for one in (model, stock):
             one.lm_head.bias = nn.Parameter(torch.full((one.config.vocab_size,), 1e6, dtype=torch.float64))
-    slothplug.patch(model)
+    report = slothplug.patch(model, {"ops": ["head"], "verify": False})
+    [note] = record_statistics(model)
+    assert "float64" in note
     for _ in range(2):
         torch.testing.assert_close(read(model)[1], read(stock)[1], rtol=1e-9, atol=1e-9)
+    assert calls_of(report).served == 2
 
 
 def test_two_losses_of_one_call(products: list[torch.Tensor]) -> None:
-    """Only the first writes down; the second changes none of it."""
+    """Only the first records; the second changes none of it."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **_: Any) -> torch.Tensor:
         rows, targets = logits.float().view(-1, vocab_size), labels.view(-1)
         return F.cross_entropy(rows, targets) + F.cross_entropy(rows, targets.roll(-1))
 
     model, stock = tiny("llama"), tiny("llama")
-    report = slothplug.patch(model)
+    report = patched(model)
     model.loss_function = stock.loss_function = loss
     for _ in range(3):
         products.clear()
@@ -213,7 +252,7 @@ def test_two_losses_of_one_call(products: list[torch.Tensor]) -> None:
 def test_in_bfloat16(way: str) -> None:
     """As TRL trains: no further from the entropy of the bfloat16 logits, in float64, than stock is."""
     model, stock = (tiny("llama").to(torch.bfloat16 if way == "pure" else torch.float32) for _ in range(2))
-    report = slothplug.patch(model, {"ops": ["head"]})
+    report = patched(model, ops=["head"])
     for _ in range(2):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=way == "autocast"):
             ours, theirs = read(model), read(stock)
@@ -228,7 +267,7 @@ def test_in_bfloat16(way: str) -> None:
 def test_a_sum_in_float32(products: list[torch.Tensor]) -> None:
     """What autocast makes of ``sum`` on a GPU."""
     model, stock = tiny("llama").bfloat16(), tiny("llama").bfloat16()
-    slothplug.patch(model, {"ops": ["head"]})
+    patched(model, ops=["head"])
     for _ in range(2):
         products.clear()
         found = []
@@ -243,8 +282,11 @@ def test_a_sum_in_float32(products: list[torch.Tensor]) -> None:
     assert not products
 
 
-@pytest.mark.parametrize("fault", ["takes none", "writes another word"])
-def test_a_kernel_that_cannot_is_not_asked(fault: str, products: list[torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("takes none", "cannot record them in torch.float32"), ("records another token", "records another token")],
+)
+def test_a_kernel_that_cannot_is_not_asked(fault: str, reason: str, products: list[torch.Tensor]) -> None:
     """A plugin's, say. Its readers are answered a chunk at a time."""
 
     def kernel(*operands: torch.Tensor, statistics: RowStatistics | None = None, **options: Any) -> torch.Tensor:
@@ -258,11 +300,14 @@ def test_a_kernel_that_cannot_is_not_asked(fault: str, products: list[torch.Tens
     model, stock = tiny("llama"), tiny("llama")
     report = slothplug.patch(model)
     model.lm_head.__dict__[STATE].kernel = kernel
+    [note] = record_statistics(model)
+    assert reason in note
     for _ in range(3):
         products.clear()
         assert_same(read(model), read(stock))
         assert products
     assert (calls_of(report).served, dict(calls_of(report).fallbacks)) == (3, {})
+    assert reason in words_of(report)
 
 
 BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -289,20 +334,20 @@ BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("use", BETWEEN.values(), ids=BETWEEN)
 def test_whatever_is_read_is_what_stock_has(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model, stock = tiny("llama"), tiny("llama")
-    slothplug.patch(model)
+    patched(model)
     for _ in range(2):
         found = []
         for one in (model, stock):
             output = one(input_ids=IDS, labels=LABELS)
             with torch.no_grad():
-                entropy_from_logits(output.logits)  # so that the next step expects a reader
+                entropy_from_logits(output.logits)  # so that the next loss records too
                 found.append(use(output.logits) + 0)
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_with_a_graph_the_logits_are_real() -> None:
     model, stock = tiny("llama"), tiny("llama")
-    slothplug.patch(model)
+    patched(model)
     gradients = []
     for one in (model, stock):
         output = one(input_ids=IDS, labels=LABELS)
@@ -314,7 +359,7 @@ def test_with_a_graph_the_logits_are_real() -> None:
 @pytest.mark.parametrize("way", [torch.no_grad, torch.inference_mode])
 def test_evaluation(way: Callable[[], Any]) -> None:
     model, stock = tiny("llama").eval(), tiny("llama").eval()
-    report = slothplug.patch(model)
+    report = patched(model)
     with way():
         for _ in range(2):
             outputs = [one(input_ids=IDS, labels=LABELS) for one in (model, stock)]
