@@ -9,18 +9,18 @@ With s = sigmoid(z), every activation but ``relu``, ``relu2`` and ``gelu`` is on
     gelu         act = x Phi(x)           Phi(x) = (1 + erf(x / sqrt(2))) / 2
     relu, relu2  act = max(x, 0), max(x, 0)^2
 
-    d_up = d_out act(gate)                d_gate = d_out up act'(gate)
+    grad_up = g act(gate)                 grad_gate = g up act'(gate)          g the gradient of out
 
 Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
 
-Memory traffic for n output elements: forward 3 n elements (reads gate, up; writes out), backward 5 n (reads d_out,
-gate, up; writes d_gate, d_up). Some 10 flops an element forward and 20 backward, so both are bound by memory. Only
-gate and up are kept for backward; act(gate) is computed again from them.
+Memory traffic for n output elements: forward 3 n elements (reads gate, up; writes out), backward 5 n (reads g, gate,
+up; writes grad_gate, grad_up). Some 10 flops an element forward and 20 backward, so both are bound by memory. Only gate
+and up are kept for backward; act(gate) is recomputed from them.
 
 Precision: everything is computed in float32 and rounded once. The stock expression rounds act(gate) to the input's
-dtype before it multiplies, and d_out * up before it multiplies by act'(gate). These roundings are not reproduced.
-Without them the root-mean-square error against float64 (normal draws, half precision) is 0.63 to 0.72 times stock's for
-out and d_up and 0.45 to 0.72 times for d_gate; relu, which has no first rounding to save, equals stock bit for bit.
+dtype before it multiplies, and g * up before it multiplies by act'(gate). These roundings are not reproduced. Without
+them the root-mean-square error against float64 (normal draws, half precision) is 0.63 to 0.72 times stock's for out and
+grad_up and 0.45 to 0.72 times for grad_gate; relu, which has no first rounding to save, equals stock bit for bit.
 A float16 product overflows only where the exact one does: gate = up = 200 gives 40000; 300 gives inf, as stock; with
 relu2, gate = 300 and up = 0.5 give 45000, where stock's intermediate 90000 is inf already. The one exception: where
 65520 <= |act(gate) up| < 65552 the exact value rounds to inf, and stock is finite if its first rounding went down.
@@ -54,22 +54,27 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = 
         activation: one of ``ACTIVATIONS``.
         backend: ``"triton"`` or ``"torch"``.
 
-    Differentiable once in gate and up. A gradient that nobody asked for is neither computed nor allocated.
+    Differentiable once in gate and up. A gradient that is not asked for is neither computed nor allocated.
 
     Raises:
         TypeError: gate and up differ in dtype, or their dtype is not one of the three.
         ValueError: gate and up differ in shape or device, or the activation or the backend is unknown.
     """
     _check(gate, up, activation)
-    return _GLU.apply(gate, up, activation, primitives_on(backend, _TorchPrimitives, "glu"))
+    return glu_unchecked(gate, up, activation=activation, backend=backend)
+
+
+def glu_unchecked(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "torch") -> Tensor:
+    """``glu`` for callers that have checked dtypes, shapes and the activation themselves."""
+    return _GLU.apply(gate, up, activation, primitives(backend))
 
 
 def glu_packed(gate_up: Tensor, *, activation: Activation, layout: Layout, backend: Backend = "torch") -> Tensor:
     """Returns act(gate) * up, a new contiguous [..., I] tensor, from gate and up in one [..., 2 I] tensor.
 
-    ``layout`` says where they lie in the last dimension: ``"gate_up"`` and ``"up_gate"`` are halves, in that order;
-    ``"interleaved"`` has gate at the even and up at the odd places. Both are read in place, and the gradient is written
-    to one [..., 2 I] buffer. Otherwise as ``glu``.
+    ``layout`` is their arrangement in the last dimension: ``"gate_up"`` and ``"up_gate"`` are halves, in that order;
+    ``"interleaved"`` has gate at the even and up at the odd indices. Both are read without a copy, and the gradient is
+    written to one [..., 2 I] buffer. Otherwise as ``glu``.
 
     Raises:
         TypeError: the dtype is not float32, bfloat16 or float16.
@@ -82,7 +87,14 @@ def glu_packed(gate_up: Tensor, *, activation: Activation, layout: Layout, backe
             f"a packed tensor holds gate and up, so its last dimension is even; got {tuple(gate_up.shape)}"
         )
     _check(*split_packed(gate_up, layout), activation)
-    return _PackedGLU.apply(gate_up, activation, layout, primitives_on(backend, _TorchPrimitives, "glu"))
+    return glu_packed_unchecked(gate_up, activation=activation, layout=layout, backend=backend)
+
+
+def glu_packed_unchecked(
+    gate_up: Tensor, *, activation: Activation, layout: Layout, backend: Backend = "torch"
+) -> Tensor:
+    """``glu_packed`` for callers that have checked the dtype, the shape and the options themselves."""
+    return _PackedGLU.apply(gate_up, activation, layout, primitives(backend))
 
 
 def split_packed(gate_up: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -107,14 +119,15 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
 
 
 class Primitives(Protocol):
-    """What a backend implements."""
+    """The mathematics without autograd, checks and allocations; what a backend implements.
+
+    Tensors are [..., I] of one shape. Inputs have any strides; destinations have leading dimensions that collapse into
+    one. Dtypes are those of ``glu``.
+    """
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
-        """Writes act(gate) * up into ``out``, of their shape and with leading dimensions that collapse.
-
-        Whoever owns gate or up may give it as ``out``.
-        """
+        """Writes act(gate) * up into ``out``, which may be gate or up."""
 
     @staticmethod
     def backward(
@@ -123,14 +136,18 @@ class Primitives(Protocol):
         up: Tensor,
         activation: Activation,
         *,
-        d_gate: Tensor | None = None,
-        d_up: Tensor | None = None,
+        grad_gate: Tensor | None = None,
+        grad_up: Tensor | None = None,
     ) -> None:
-        """Writes the gradients into those of ``d_gate`` and ``d_up`` that are given.
+        """Writes the gradients into those of ``grad_gate`` and ``grad_up`` that are given.
 
-        Destinations have gate's shape and leading dimensions that collapse; whoever owns grad_output, gate or up may
-        give it as a destination too.
+        Either may be grad_output, gate or up.
         """
+
+
+def primitives(backend: Backend) -> Primitives:
+    """The functions of ``backend``."""
+    return primitives_on(backend, _TorchPrimitives, "glu")
 
 
 class _GLU(torch.autograd.Function):
@@ -147,10 +164,10 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         gate, up = ctx.saved_tensors
         needs_gate, needs_up = ctx.needs_input_grad[:2]
-        d_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs_gate else None
-        d_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs_up else None
-        ctx.primitives.backward(grad_output, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
-        return d_gate, d_up, None, None
+        grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs_gate else None
+        grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs_up else None
+        ctx.primitives.backward(grad_output, gate, up, ctx.activation, grad_gate=grad_gate, grad_up=grad_up)
+        return grad_gate, grad_up, None, None
 
 
 class _PackedGLU(torch.autograd.Function):
@@ -168,10 +185,10 @@ class _PackedGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = split_packed(gate_up, ctx.layout)
-        d_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        d_gate, d_up = split_packed(d_gate_up, ctx.layout)
-        ctx.primitives.backward(grad_output, gate, up, ctx.activation, d_gate=d_gate, d_up=d_up)
-        return d_gate_up, None, None, None
+        grad_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        grad_gate, grad_up = split_packed(grad_gate_up, ctx.layout)
+        ctx.primitives.backward(grad_output, gate, up, ctx.activation, grad_gate=grad_gate, grad_up=grad_up)
+        return grad_gate_up, None, None, None
 
 
 class _TorchPrimitives:
@@ -186,15 +203,15 @@ class _TorchPrimitives:
         up: Tensor,
         activation: Activation,
         *,
-        d_gate: Tensor | None = None,
-        d_up: Tensor | None = None,
+        grad_gate: Tensor | None = None,
+        grad_up: Tensor | None = None,
     ) -> None:
         gate_float = gate.float()
         written = []
-        if d_gate is not None:
-            written.append((d_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
-        if d_up is not None:
-            written.append((d_up, _activate(gate_float, activation) * grad_output))
+        if grad_gate is not None:
+            written.append((grad_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
+        if grad_up is not None:
+            written.append((grad_up, _activate(gate_float, activation) * grad_output))
         for destination, value in written:  # after everything is read, since a destination may be an input
             destination.copy_(value)
 

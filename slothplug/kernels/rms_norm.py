@@ -8,11 +8,16 @@ models were trained; with n = x * rstd in float32 they are
 
 Backward, with g the gradient of y and w the weight as the forward multiplied by it:
 
-    dx      = rstd * (g w - n * mean(g w n))
-    dweight = sum over rows of g n
+    grad_x      = rstd * (g w - n * mean(g w n))
+    grad_weight = sum over rows of g n
 
-Cost for [N, H] of e bytes an element: forward reads x and writes y, 2 N H e bytes; backward reads x and the gradient
-and writes dx, 3 N H e bytes; both with about 4 N H and 8 N H flops, so memory bandwidth is the limit. ``dweight`` adds
+With a residual, h = x + residual is added and rounded first, as the unfused model does, and y is the norm of the
+rounded h. h has another reader, the next residual: its gradient is that reader's plus the norm's, and is x's and the
+residual's alike.
+
+Cost for [N, H] of e bytes an element: forward reads x and writes y, 2 N H e bytes, with a residual 4 N H e (the add and
+the norm apart: 5 N H e); backward reads x and the gradient and writes grad_x, 3 N H e bytes, where it accumulates
+4 N H e (apart: 6 N H e); with about 4 N H and 8 N H flops, so memory bandwidth is the limit. ``grad_weight`` adds
 float32 partial rows, 8 P H bytes for P <= 768 partial sums. Kept for backward: x, weight and 4 N bytes of rstd.
 """
 
@@ -24,6 +29,7 @@ import torch
 
 from slothplug.kernels.backend import Backend, primitives_on
 from slothplug.kernels.once_differentiable import once_differentiable
+from slothplug.kernels.row_layout import empty_row_values, empty_rows
 
 Casting = Literal["before_weight", "after_weight"]
 
@@ -55,7 +61,7 @@ def rms_norm(
         eps: added to the mean square.
         offset: added to the weight: in the weight's dtype for ``before_weight``, in float32 for ``after_weight``.
         casting: where the result is rounded to x's dtype, see above.
-        backend: who computes, "torch" or "triton".
+        backend: "torch" or "triton".
 
     Returns:
         [..., H]. Its dtype is x's; with ``before_weight`` and a weight, what torch promotes the two to.
@@ -71,16 +77,37 @@ def rms_norm(
         raise ValueError(f"weight of shape {tuple(weight.shape)} cannot scale rows of x, {tuple(x.shape)}")
     if casting not in ("before_weight", "after_weight"):
         raise ValueError(f"casting is 'before_weight' or 'after_weight', not {casting!r}")
-    primitives = primitives_on(backend, _TorchPrimitives, "rms_norm")
-    output: torch.Tensor = _RMSNorm.apply(x, weight, Variant(eps, offset, casting), primitives)
+    return rms_norm_unchecked(x, weight, eps, offset=offset, casting=casting, backend=backend)
+
+
+def rms_norm_unchecked(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "before_weight",
+    backend: Backend = "torch",
+) -> torch.Tensor:
+    """``rms_norm`` for callers that have checked dtypes, shapes and casting themselves."""
+    output: torch.Tensor = _RMSNorm.apply(x, weight, Variant(eps, offset, casting), primitives(backend))
     return output
 
 
-def output_dtype(x: torch.Tensor, weight: torch.Tensor | None, casting: Casting) -> torch.dtype:
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> torch.Tensor:
+    """The formula in plain PyTorch operations, with the roundings of stock modules; arguments as those of ``rms_norm``.
+
+    The torch backend computes by it. It fuses nothing, and autograd differentiates it.
+    """
+    n, _ = _normalise(x, variant.eps)
+    return _scale(n, x.dtype, weight, variant)
+
+
+def output_dtype(x_dtype: torch.dtype, weight: torch.Tensor | None, casting: Casting) -> torch.dtype:
     """The dtype that ``rms_norm`` returns."""
-    if weight is None or casting == "after_weight":
-        return x.dtype
-    return torch.promote_types(x.dtype, weight.dtype)
+    if weight is None or casting == "after_weight" or weight.dtype is x_dtype:
+        return x_dtype
+    return torch.promote_types(x_dtype, weight.dtype)
 
 
 def _dtype_of(weight: torch.Tensor | None) -> str:
@@ -88,11 +115,33 @@ def _dtype_of(weight: torch.Tensor | None) -> str:
 
 
 class Primitives(Protocol):
-    """What a backend implements. ``rstd`` is the backend's own: float32, one value a row."""
+    """The mathematics without autograd, checks and allocations; what a backend implements.
+
+    Tensors are [..., H] of one shape. Inputs have any strides. Destinations have a last dimension of stride 1 and up to
+    three outer dimensions, or outer dimensions that collapse into one. ``rstd`` is ``row_layout.empty_row_values`` of
+    the tensor that is normalised. Dtypes are those of ``rms_norm``.
+    """
 
     @staticmethod
-    def forward(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output and rstd."""
+    def forward(
+        x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
+    ) -> None:
+        """Writes the norm of x into ``y``, which may be x, and 1 / rms into ``rstd``."""
+
+    @staticmethod
+    def add_forward(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        variant: Variant,
+        h: torch.Tensor,
+        y: torch.Tensor,
+        rstd: torch.Tensor,
+    ) -> None:
+        """Writes x + residual, rounded, into ``h``, its norm into ``y`` and 1 / rms into ``rstd``.
+
+        ``h`` has the dtype that torch promotes x and the residual to; it may be x or the residual.
+        """
 
     @staticmethod
     def backward(
@@ -101,9 +150,26 @@ class Primitives(Protocol):
         weight: torch.Tensor | None,
         rstd: torch.Tensor,
         variant: Variant,
-        needs: tuple[bool, bool],
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns the gradients of x and weight, each where ``needs`` asks for it."""
+        *,
+        grad_x: torch.Tensor | None = None,
+        grad_weight: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        """Writes the gradients that are given.
+
+        Args:
+            grad_output: of y.
+            x: what was normalised: with a residual, h.
+            rstd: the forward's; it may have come back with other strides, as x may.
+            grad_x: of x's shape; it may be grad_output. The sum with what is there is rounded once.
+            grad_weight: [H], contiguous, overwritten.
+            accumulate: adds to ``grad_x`` instead of overwriting it.
+        """
+
+
+def primitives(backend: Backend) -> Primitives:
+    """The functions of ``backend``."""
+    return primitives_on(backend, _TorchPrimitives, "rms_norm")
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -111,7 +177,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, primitives: Primitives
     ) -> torch.Tensor:
-        y, rstd = primitives.forward(x, weight, variant)
+        y, rstd = empty_rows(x, output_dtype(x.dtype, weight, variant.casting)), empty_row_values(x)
+        primitives.forward(x, weight, variant, y, rstd)
         ctx.save_for_backward(x, weight, rstd)
         ctx.variant, ctx.primitives = variant, primitives
         return y
@@ -120,21 +187,34 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        grad_x, grad_weight = ctx.primitives.backward(grad_output, x, weight, rstd, ctx.variant, needs)
+        needs_x, needs_weight, _, _ = ctx.needs_input_grad
+        grad_x = empty_rows(x, x.dtype) if needs_x else None
+        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs_weight else None
+        ctx.primitives.backward(grad_output, x, weight, rstd, ctx.variant, grad_x=grad_x, grad_weight=grad_weight)
         return grad_x, grad_weight, None, None
 
 
 class _TorchPrimitives:
     @staticmethod
-    def forward(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
-        x32 = x.float()
-        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + variant.eps)
-        n = x32 * rstd
-        if weight is None:
-            return n.to(x.dtype), rstd
-        scale = _scale(weight, variant)
-        return (n.to(x.dtype) * scale if variant.casting == "before_weight" else (n * scale).to(x.dtype)), rstd
+    def forward(
+        x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
+    ) -> None:
+        n, rstd_column = _normalise(x, variant.eps)
+        rstd.copy_(rstd_column.squeeze(-1))
+        _scale(n, x.dtype, weight, variant, out=y)
+
+    @staticmethod
+    def add_forward(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        variant: Variant,
+        h: torch.Tensor,
+        y: torch.Tensor,
+        rstd: torch.Tensor,
+    ) -> None:
+        torch.add(x, residual, out=h)
+        _TorchPrimitives.forward(h, weight, variant, y, rstd)
 
     @staticmethod
     def backward(
@@ -143,20 +223,45 @@ class _TorchPrimitives:
         weight: torch.Tensor | None,
         rstd: torch.Tensor,
         variant: Variant,
-        needs: tuple[bool, bool],
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        *,
+        grad_x: torch.Tensor | None = None,
+        grad_weight: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        rstd = rstd.unsqueeze(-1)
         g, n = grad_output.float(), x.float() * rstd
-        grad_x = grad_weight = None
-        if needs[1] and weight is not None:
-            grad_weight = (g * n).flatten(0, -2).sum(0).to(weight.dtype) if g.ndim > 1 else (g * n).to(weight.dtype)
-        if needs[0]:
-            gw = g if weight is None else g * _scale(weight, variant)
+        if grad_weight is not None:
+            rows = (g * n).flatten(0, -2) if n.ndim > 1 else (g * n).unsqueeze(0)
+            grad_weight.copy_(rows.sum(0))
+        if grad_x is not None:
+            gw = g if weight is None else g * _weight(weight, variant)
             projection = (gw * n).mean(-1, keepdim=True)
-            grad_x = (gw - n.mul_(projection)).mul_(rstd).to(x.dtype)
-        return grad_x, grad_weight
+            result = (gw - n.mul_(projection)).mul_(rstd)
+            grad_x.add_(result) if accumulate else grad_x.copy_(result)
 
 
-def _scale(weight: torch.Tensor, variant: Variant) -> torch.Tensor:
-    """What the rows are multiplied by: in the weight's dtype before the weight, in float32 after it."""
+def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """n [..., H] and rstd [..., 1], float32."""
+    x32 = x.float()
+    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return x32 * rstd, rstd
+
+
+def _scale(
+    n: torch.Tensor,
+    dtype: torch.dtype,
+    weight: torch.Tensor | None,
+    variant: Variant,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``n`` times the weight, rounded to ``dtype`` in the variant's order; in ``out`` where that is given."""
+    if weight is not None and variant.casting == "before_weight":
+        return torch.mul(n.to(dtype), _weight(weight, variant), out=out)
+    scaled = n if weight is None else n * _weight(weight, variant)
+    return scaled.to(dtype) if out is None else out.copy_(scaled)
+
+
+def _weight(weight: torch.Tensor, variant: Variant) -> torch.Tensor:
+    """The factor of the rows: in the weight's dtype before the weight, in float32 after it."""
     weight = weight if variant.casting == "before_weight" else weight.float()
     return weight + variant.offset if variant.offset else weight

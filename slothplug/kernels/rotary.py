@@ -1,10 +1,11 @@
-"""Rotary position embedding: pairs of elements of q and k are turned by the angle of their position.
+"""Rotary position embedding: pairs of elements of q and k are rotated by the angle of their position.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021. With (x0, x1) a pair of one
-head at one position, and (c0, c1), (s0, s1) what the tables cos and sin hold for its two elements,
+head at one position, (c0, c1), (s0, s1) the entries of the tables cos and sin for its two elements, and (g0, g1) the
+gradient of (y0, y1),
 
-    y0 = x0 c0 - x1 s0          backward, the transposed map:   dx0 = dy0 c0 + dy1 s1
-    y1 = x1 c1 + x0 s1                                          dx1 = dy1 c1 - dy0 s0
+    y0 = x0 c0 - x1 s0          backward, the transposed map:   grad_x0 = g0 c0 + g1 s1
+    y1 = x1 c1 + x0 s1                                          grad_x1 = g1 c1 - g0 s0
 
 c0 = c1 and s0 = s1 in a plain rotation, but nothing here assumes it. All in float32, rounded once.
 
@@ -14,6 +15,7 @@ Cost for q and k of N elements together, e bytes each: forward and backward read
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -30,14 +32,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Rotation(NamedTuple):
-    """One linear map of the last dimension, as a backend needs it.
+    """One linear map of the last dimension.
 
     Attributes:
         start: the first rotated element.
-        width: how many elements are rotated, R.
+        width: the number of rotated elements, R.
         reads_interleaved: pair p is elements (2p, 2p + 1) of the input; otherwise (p, p + R/2).
         writes_interleaved: the same for the output.
-        table: where cos and sin hold the two entries of pair p: (p, p + R/2) for "halves", (2p, 2p + 1) for
+        table: the indices of pair p's two entries in cos and sin: (p, p + R/2) for "halves", (2p, 2p + 1) for
             "neighbours", p for both where they are "shared".
         transposed: the map of the gradients.
     """
@@ -84,31 +86,73 @@ def rotary(
         rotate_last: the last R elements of a head are rotated, not the first R (DeepSeek V4).
         promote: outputs have the dtype that torch promotes the input and the tables to (a bfloat16 q with float32
             tables gives float32, as the usual eager function does); otherwise the input's own.
-        backend: who computes, "torch" or "triton".
+        backend: "torch" or "triton".
 
     Returns:
-        q and k rotated, memory in the order of theirs. Differentiable once in q and k; never in cos and sin.
+        q and k rotated, with the memory layout of q and k, without gaps. Differentiable once in q and k; not in cos and
+        sin.
 
     Raises:
         TypeError: a dtype other than the three.
         ValueError: shapes that do not fit, tables that require a gradient, an unknown option.
     """
-    width = _check(q, k, cos, sin, table)
-    rotation = Rotation(
-        start=q.shape[-1] - width if rotate_last else 0,
+    _check(q, k, cos, sin, table)
+    return rotary_unchecked(
+        q,
+        k,
+        cos,
+        sin,
+        pairing=pairing,
+        output=output,
+        table=table,
+        rotate_last=rotate_last,
+        promote=promote,
+        backend=backend,
+    )
+
+
+def rotary_unchecked(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairing: Pairing = "half",
+    output: Output = "same",
+    table: Table = "cat",
+    rotate_last: bool = False,
+    promote: bool = True,
+    backend: Backend = "torch",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``rotary`` for callers that have checked dtypes, shapes and the tables themselves; options are checked here."""
+    rotation = rotation_of(q.shape[-1], cos.shape[-1], pairing, output, table, rotate_last)
+    outputs: tuple[torch.Tensor, torch.Tensor | None] = _Rotary.apply(
+        q, k, cos, sin, rotation, promote, primitives(backend)
+    )
+    return outputs
+
+
+@functools.lru_cache(maxsize=256)
+def rotation_of(
+    head_dim: int,
+    table_width: int,
+    pairing: Pairing = "half",
+    output: Output = "same",
+    table: Table = "cat",
+    rotate_last: bool = False,
+) -> Rotation:
+    """The map of heads of ``head_dim`` by tables [.., table_width] for the options of ``rotary``."""
+    width = table_width * (2 if table == "single" else 1)
+    return Rotation(
+        start=head_dim - width if rotate_last else 0,
         width=width,
         reads_interleaved=pairing == "interleaved",
         writes_interleaved=pairing == "interleaved" and output == "same",
         table=_entries(pairing, output, table),
     )
-    dtypes = tuple(_output_dtype(x, cos, sin, promote) for x in (q, k))
-    primitives = primitives_on(backend, _TorchPrimitives, "rotary")
-    outputs: tuple[torch.Tensor, torch.Tensor | None] = _Rotary.apply(q, k, cos, sin, rotation, dtypes, primitives)
-    return outputs
 
 
-def _check(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, table: Table) -> int:
-    """Refuses what cannot be rotated; returns the number of rotated elements a head."""
+def _check(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, table: Table) -> None:
     for tensor in (q, cos, sin) if k is None else (q, k, cos, sin):
         if tensor.dtype not in DTYPES:
             raise TypeError(f"rotary takes float32, float16 and bfloat16, not {tensor.dtype}")
@@ -122,7 +166,6 @@ def _check(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torc
         raise ValueError(f"{width} rotated elements of a head of {head_dim}: must be even and at most all")
     if k is not None and (k.ndim, k.shape[0], *k.shape[2:]) != (4, batch, tokens, head_dim):
         raise ValueError(f"q, {tuple(q.shape)}, and k, {tuple(k.shape)}, may differ in their heads only")
-    return width
 
 
 def _entries(pairing: Pairing, output: Output, table: Table) -> Literal["halves", "neighbours", "shared"]:
@@ -139,21 +182,27 @@ def _entries(pairing: Pairing, output: Output, table: Table) -> Literal["halves"
     raise ValueError(f"a table {table!r} has no meaning for pairing {pairing!r}")
 
 
-def _output_dtype(x: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, promote: bool) -> torch.dtype | None:
-    if x is None or not promote:
-        return None if x is None else x.dtype
-    return torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
-
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Primitives(Protocol):
-    """What a backend implements."""
+    """The mathematics without autograd, checks and allocations; what a backend implements."""
 
     @staticmethod
     def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
-        """Writes the rotated first tensor of each pair into the second; one pair or two of the same B, T and D."""
+        """Writes the rotated first tensor of each pair into the second: q's and k's, or one of them.
+
+        Args:
+            pairs: one or two, [B, H, T, D], not empty, of the same B, T and D, any strides and dtypes. The tensors of a
+                pair do not overlap.
+            cos, sin: as ``rotary`` takes them.
+            rotation: the map; ``rotation.transpose()`` for gradients.
+        """
+
+
+def primitives(backend: Backend) -> Primitives:
+    """The functions of ``backend``."""
+    return primitives_on(backend, _TorchPrimitives, "rotary")
 
 
 class _Rotary(torch.autograd.Function):
@@ -165,36 +214,53 @@ class _Rotary(torch.autograd.Function):
         cos: torch.Tensor,
         sin: torch.Tensor,
         rotation: Rotation,
-        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+        promote: bool,
         primitives: Primitives,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        outputs = tuple(
-            None if x is None else torch.empty_like(x, dtype=d) for x, d in zip((q, k), dtypes, strict=True)
-        )
-        _rotate(primitives, (q, k), outputs, cos, sin, rotation)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tables = torch.promote_types(cos.dtype, sin.dtype) if promote else None
+        q_out = _empty_output(q, tables)
+        k_out = None if k is None else _empty_output(k, tables)
+        _rotate_pairs(primitives, (q, k), (q_out, k_out), cos, sin, rotation)
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
         ctx.rotation, ctx.primitives = rotation, primitives
-        ctx.dtypes = tuple(None if x is None else x.dtype for x in (q, k))
-        # The outputs' strides are those of q and k without gaps: a gradient written so is a view of what made them.
-        ctx.strides = tuple(None if y is None else y.stride() for y in outputs)
-        return outputs[0], outputs[1]
+        # The outputs' strides are those of q and k without gaps: gradients of these strides are views of what q and k
+        # are views of.
+        ctx.layouts = ((q.dtype, q_out.stride()), None if k is None or k_out is None else (k.dtype, k_out.stride()))
+        return q_out, k_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        grads = tuple(
-            torch.empty_strided(g.shape, strides, dtype=dtype, device=g.device) if g is not None and needed else None
-            for g, needed, dtype, strides in zip(
-                grad_outputs, ctx.needs_input_grad[:2], ctx.dtypes, ctx.strides, strict=True
-            )
-        )
-        _rotate(ctx.primitives, grad_outputs, grads, cos, sin, ctx.rotation.transpose())
-        return (*grads, None, None, None, None, None)
+        needs_q, needs_k = ctx.needs_input_grad[:2]
+        grad_q = _empty_gradient(grad_outputs[0], ctx.layouts[0]) if needs_q else None
+        grad_k = _empty_gradient(grad_outputs[1], ctx.layouts[1]) if needs_k else None
+        _rotate_pairs(ctx.primitives, grad_outputs, (grad_q, grad_k), cos, sin, _transposed(ctx.rotation))
+        return grad_q, grad_k, None, None, None, None, None
 
 
-def _rotate(
+def _empty_output(x: torch.Tensor, tables: torch.dtype | None) -> torch.Tensor:
+    """For x rotated; in the dtype that torch promotes x's and that of the ``tables`` to, where that is given."""
+    promoted = x.dtype if tables is None or tables is x.dtype else torch.promote_types(x.dtype, tables)
+    return torch.empty_like(x, dtype=promoted)
+
+
+def _empty_gradient(
+    grad_output: torch.Tensor | None, layout: tuple[torch.dtype, tuple[int, ...]]
+) -> torch.Tensor | None:
+    if grad_output is None:
+        return None
+    dtype, strides = layout
+    return torch.empty_strided(grad_output.shape, strides, dtype=dtype, device=grad_output.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _transposed(rotation: Rotation) -> Rotation:
+    return rotation.transpose()
+
+
+def _rotate_pairs(
     primitives: Primitives,
     inputs: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor | None],
@@ -202,7 +268,7 @@ def _rotate(
     sin: torch.Tensor,
     rotation: Rotation,
 ) -> None:
-    """Rotates those of q and k that are there and not empty, together."""
+    """Rotates q and k together, without what is None or empty."""
     pairs = [(x, y) for x, y in zip(inputs, outputs, strict=True) if x is not None and y is not None and x.numel()]
     if pairs:
         primitives.rotate(pairs, cos, sin, rotation)
@@ -213,7 +279,7 @@ class _TorchPrimitives:
     def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
         c0, c1 = _table_entries(cos, rotation)
         s0, s1 = _table_entries(sin, rotation)
-        # A pair's partner enters the first element with -s0 and the second with s1; transposed the two change places.
+        # x1 enters the first element with -s0, and x0 the second with s1; in the transposed map the two are exchanged.
         first, second = (s1, -s0) if rotation.transposed else (-s0, s1)
         stop = rotation.start + rotation.width
         for x, y in pairs:
@@ -234,7 +300,7 @@ def _halves(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Ten
 
 
 def _table_entries(table: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the two elements of each pair read, [B, 1, T, R/2] float32."""
+    """The entries for the first and for the second elements of the pairs, [B, 1, T, R/2] float32 each."""
     table = table.unsqueeze(1)
     if rotation.table == "shared":
         shared = table[..., : rotation.width // 2].float()

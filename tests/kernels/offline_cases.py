@@ -42,10 +42,17 @@ def rms_norm_cases() -> list[OfflineCase]:
 def _rms_norm(
     hidden: int, dtype: torch.dtype, variant: Variant, weighted: bool = True, needs: tuple[bool, bool] = (True, True)
 ) -> None:
+    """Without and with a residual; in the backward, with a residual the gradient of x is accumulated."""
     x = torch.empty(8192, hidden, dtype=dtype, device="meta")
     weight = torch.empty(hidden, dtype=dtype, device="meta") if weighted else None
-    y, rstd = rms_norm.TritonPrimitives.forward(x, weight, variant)
-    rms_norm.TritonPrimitives.backward(y, x, weight, rstd, variant, needs)
+    rstd = torch.empty(8192, device="meta")
+    rms_norm.TritonPrimitives.forward(x, weight, variant, x, rstd)
+    rms_norm.TritonPrimitives.add_forward(x, x, weight, variant, x, x, rstd)
+    for accumulate in (False, True):
+        grad_x, grad_weight = (x if needs[0] else None), (weight if needs[1] else None)
+        rms_norm.TritonPrimitives.backward(
+            x, x, weight, rstd, variant, grad_x=grad_x, grad_weight=grad_weight, accumulate=accumulate
+        )
 
 
 def glu_cases() -> list[OfflineCase]:
@@ -57,7 +64,7 @@ def glu_cases() -> list[OfflineCase]:
     def both_directions(activation: Activation, gate: Tensor, up: Tensor) -> None:
         out = torch.empty(gate.shape, dtype=gate.dtype, device="meta")
         glu.TritonPrimitives.forward(gate, up, activation, out)
-        glu.TritonPrimitives.backward(out, gate, up, activation, d_gate=gate, d_up=up)
+        glu.TritonPrimitives.backward(out, gate, up, activation, grad_gate=gate, grad_up=up)
 
     with recorded_launches() as cases:
         for dtype in DTYPES:
@@ -70,7 +77,7 @@ def glu_cases() -> list[OfflineCase]:
         x = torch.empty(2**31 + 8, dtype=torch.bfloat16, device="meta")  # a column count beyond int32
         both_directions("silu", x, x)
         gate, up = packed(8192, 14336, torch.bfloat16, "gate_up")
-        for destinations in ({"d_gate": gate}, {"d_up": up}):
+        for destinations in ({"grad_gate": gate}, {"grad_up": up}):
             glu.TritonPrimitives.backward(gate, gate, up, "silu", **destinations)
     return cases
 

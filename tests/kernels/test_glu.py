@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from slothplug.exactness import assert_as_exact
-from slothplug.kernels.backend import Backend, primitives_on
+from slothplug.kernels.backend import Backend
 from slothplug.kernels.glu import (
     ACTIVATIONS,
     LAYOUTS,
     Activation,
     Layout,
-    _TorchPrimitives,
     glu,
     glu_packed,
     split_packed,
 )
+from slothplug.kernels.glu import primitives as primitives_of
+from tests.kernels.strided import destination
 
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -92,7 +93,7 @@ def test_as_exact_as_stock(activation: Activation, dtype: torch.dtype, backend: 
         grad_output, gate, up = draw_inputs(torch.Generator().manual_seed(seed), dtype, device)
 
         def named(function: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Tensor]:
-            return dict(zip(("out", "d_gate", "d_up"), differentiate(function, *tensors), strict=True))
+            return dict(zip(("out", "grad_gate", "grad_up"), differentiate(function, *tensors), strict=True))
 
         ours = named(lambda g, u: glu(g, u, activation=activation, backend=backend), grad_output, gate, up)
         stock = named(lambda g, u: STOCK[activation](g) * u, grad_output, gate, up)
@@ -110,10 +111,10 @@ def test_packed_equals_separate(shape: tuple[int, ...], layout: Layout, backend:
     gate, up = (half.contiguous() for half in split_packed(gate_up, layout))
     grad_output = torch.randn_like(gate)
     packed = lambda t: glu_packed(t, activation="silu", layout=layout, backend=backend)  # noqa: E731
-    out, d_gate_up = differentiate(packed, grad_output, gate_up)
+    out, grad_gate_up = differentiate(packed, grad_output, gate_up)
     expected = differentiate(lambda g, u: glu(g, u, activation="silu", backend=backend), grad_output, gate, up)
-    assert d_gate_up.is_contiguous()
-    for ours, separate in zip((out, *split_packed(d_gate_up, layout)), expected, strict=True):
+    assert grad_gate_up.is_contiguous()
+    for ours, separate in zip((out, *split_packed(grad_gate_up, layout)), expected, strict=True):
         assert_same(ours, separate, backend)
 
 
@@ -156,6 +157,30 @@ def test_any_shape_and_strides(data: st.DataObject, backend: Backend, device: to
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3}[dtype]
     for ours, ref in zip(got, oracle, strict=True):
         torch.testing.assert_close(ours.double(), ref, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_destinations_with_gaps(data: st.DataObject, backend: Backend, device: torch.device) -> None:
+    """Without autograd: into columns of a larger buffer, as a packed gate_up has them."""
+    shape = (*data.draw(st.lists(st.integers(1, 4), max_size=3)), data.draw(st.integers(1, 70)))
+    activation: Any = data.draw(st.sampled_from(ACTIVATIONS))
+    gate, up, grad_output = (torch.randn(shape).to(device) for _ in range(3))
+    out, grad_gate, grad_up = (data.draw(destination(shape, collapses=True)).to(device) for _ in range(3))
+    on = primitives_of(backend)
+    on.forward(gate, up, activation, out)
+    on.backward(grad_output, gate, up, activation, grad_gate=grad_gate, grad_up=grad_up)
+    oracle = differentiate(lambda g, u: ORACLE[activation](g) * u, *(t.double() for t in (grad_output, gate, up)))
+    for ours, ref in zip((out, grad_gate, grad_up), oracle, strict=True):
+        torch.testing.assert_close(ours.double(), ref, rtol=1e-5, atol=1e-5)
+
+
+def test_a_destination_whose_rows_do_not_collapse_is_refused(device: torch.device) -> None:
+    pytest.importorskip("triton")
+    gate = torch.randn(2, 3, 8, device=device)
+    out = torch.empty(3, 2, 8, device=device).transpose(0, 1)
+    with pytest.raises(ValueError, match="leading dimensions of an output"):
+        primitives_of("triton").forward(gate, gate, "silu", out)
 
 
 @pytest.mark.parametrize("reduction", [torch.sum, lambda t: t.sum((0, 1))[0], lambda t: t.mean(-1).square().sum()])
@@ -211,7 +236,7 @@ def test_keeps_only_its_inputs(packed: bool, backend: Backend, device: torch.dev
 def test_only_the_asked_gradient(
     wanted: str, backend: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    primitives = primitives_on(backend, _TorchPrimitives, "glu")
+    primitives = primitives_of(backend)
     primitive, destinations = primitives.backward, {}
 
     def spy(*arguments: Any, **keywords: Any) -> None:
@@ -221,21 +246,21 @@ def test_only_the_asked_gradient(
     monkeypatch.setattr(primitives, "backward", spy)
     leaves = {name: torch.randn(3, 10, device=device, requires_grad=name == wanted) for name in ("gate", "up")}
     glu(**leaves, activation="silu", backend=backend).sum().backward()
-    assert [name for name, t in destinations.items() if t is not None] == [f"d_{wanted}"]
+    assert [name for name, t in destinations.items() if t is not None] == [f"grad_{wanted}"]
     assert leaves.pop(wanted).grad is not None
     assert next(iter(leaves.values())).grad is None
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_destination_may_be_an_input(activation: Activation, backend: Backend, device: torch.device) -> None:
-    primitives = primitives_on(backend, _TorchPrimitives, "glu")
+    primitives = primitives_of(backend)
     gate, up, grad_output = (torch.randn(3, 600, device=device) for _ in range(3))
-    _, d_gate, d_up = differentiate(
+    _, grad_gate, grad_up = differentiate(
         lambda g, u: glu(g, u, activation=activation, backend=backend), grad_output, gate, up
     )
-    primitives.backward(grad_output, gate, up, activation, d_gate=grad_output, d_up=up)
-    assert torch.equal(grad_output, d_gate)
-    assert torch.equal(up, d_up)
+    primitives.backward(grad_output, gate, up, activation, grad_gate=grad_output, grad_up=up)
+    assert torch.equal(grad_output, grad_gate)
+    assert torch.equal(up, grad_up)
     gate_up = torch.randn(3, 1200, device=device)
     gate, up = split_packed(gate_up, "up_gate")
     expected = glu(gate, up, activation=activation, backend=backend)
@@ -265,20 +290,22 @@ def test_float16_is_finite_where_stock_is(activation: Activation, backend: Backe
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_nan_is_not_hidden(activation: Activation, backend: Backend, device: torch.device) -> None:
     gate, up = torch.tensor([math.nan, 1.0], device=device), torch.tensor([1.0, math.nan], device=device)
-    out, d_gate, d_up = differentiate(
+    out, grad_gate, grad_up = differentiate(
         lambda g, u: glu(g, u, activation=activation, backend=backend), torch.ones(2, device=device), gate, up
     )
     assert out.isnan().all()
-    assert d_gate[1].isnan()
-    assert d_up.isnan().tolist() == [True, False]
+    assert grad_gate[1].isnan()
+    assert grad_up.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_infinite_grad_stops_where_relu_is_flat(activation: Activation, backend: Backend, device: torch.device) -> None:
     gate, up = torch.tensor([-1.0, 0.0, 1.0], device=device), torch.ones(3, device=device)
     grad_output = torch.full((3,), math.inf, device=device)
-    _, d_gate, _ = differentiate(lambda g, u: glu(g, u, activation=activation, backend=backend), grad_output, gate, up)
-    assert d_gate.tolist() == [0.0, 0.0, math.inf]
+    _, grad_gate, _ = differentiate(
+        lambda g, u: glu(g, u, activation=activation, backend=backend), grad_output, gate, up
+    )
+    assert grad_gate.tolist() == [0.0, 0.0, math.inf]
 
 
 @pytest.mark.parametrize("gate", [-1e30, 1e30])
@@ -286,9 +313,9 @@ def test_infinite_grad_stops_where_relu_is_flat(activation: Activation, backend:
 def test_saturated_gate(gate: float, activation: Activation, backend: Backend, device: torch.device) -> None:
     x = torch.tensor([gate], device=device)
     one = torch.ones(1, device=device)
-    out, _, d_up = differentiate(lambda g, u: glu(g, u, activation=activation, backend=backend), one, x, one)
+    out, _, grad_up = differentiate(lambda g, u: glu(g, u, activation=activation, backend=backend), one, x, one)
     expected = (1.0 if activation == "sigmoid" else gate) if gate > 0 else 0.0
-    assert out.item() == d_up.item() == pytest.approx(expected)
+    assert out.item() == grad_up.item() == pytest.approx(expected)
 
 
 def test_no_second_derivative(backend: Backend, device: torch.device) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slothplug.kernels.backend import Backend
+from slothplug.kernels.backend import Backend, primitives_on
+from slothplug.kernels.cross_entropy import LossSpec, TorchPrimitives, Upstream, compose, loss_arithmetic
 from slothplug.kernels.linear_cross_entropy import Reduction, linear_cross_entropy
-from slothplug.kernels.logit_chunks import chunk_rows
-from tests.kernels.linear_cross_entropy_oracle import IGNORED, differentiate, draw_labels, interpreted
+from slothplug.kernels.logit_chunks import Gradients, Head, chunk_buffer, chunk_gradients, chunk_loss, chunk_rows
+from tests.kernels.linear_cross_entropy_oracle import (
+    EPILOGUES,
+    IGNORED,
+    assert_as_exact,
+    differentiate,
+    draw_labels,
+    interpreted,
+    oracle,
+    stock,
+)
 from tests.kernels.watch import Watch
 
 # The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
@@ -53,6 +65,56 @@ def test_chunks_follow_the_budget() -> None:
         assert rows % 256 == 0 or rows < 256
         assert 0 < rows * (-(-vocabulary // 64) * 64) * size <= 512 * 2**20
         assert chunk_rows(vocabulary, size, 1) == 1
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_chunks_in_buffers_of_the_callers(
+    with_bias: bool, backend: Backend, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Without autograd: losses and the gradients of hidden written, those of weight and bias summed over two chunks."""
+    epilogue = EPILOGUES["softcap"]
+
+    def draw(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        torch.manual_seed(seed)
+        operands = [torch.randn(5, 32), torch.randn(70, 32) / 4, torch.randn(70)]
+        hidden, weight, bias = (t.to(device, dtype) for t in operands)
+        labels, items = draw_labels(5, 70).to(device), torch.tensor(3.0, device=device)
+        composed = compose(epilogue, dtype)
+        spec = LossSpec(IGNORED, 0.1, composed, composed.inner * composed.outer, None, None)
+        head = Head(
+            weight,
+            bias if with_bias else None,
+            None,
+            1.0,
+            spec,
+            primitives_on(backend, TorchPrimitives, "cross_entropy"),
+        )
+        losses = torch.full((5,), torch.nan, device=device)
+        grad_weight = torch.full_like(weight, torch.nan, dtype=loss_arithmetic(dtype))
+        grad_bias = torch.full_like(bias, torch.nan, dtype=loss_arithmetic(dtype)) if with_bias else None
+        gradients = Gradients(torch.full_like(hidden, torch.nan), grad_weight, grad_bias, None, None)
+        buffer = chunk_buffer(head, 3)
+        for start, stop in ((0, 3), (3, 5)):
+            rows = hidden[start:stop]
+            upstream = Upstream(None, items)
+            logits = chunk_loss(rows, None, labels[start:stop], head, buffer, losses[start:stop], None, upstream)
+            chunk_gradients(logits, rows, None, head, buffer, gradients.chunk(start, stop), first=start == 0)
+        ours = {"loss": losses.sum() / items, "d_hidden": gradients.hidden, "d_weight": grad_weight.to(dtype)}
+
+        def named(function: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Tensor]:
+            def call(h: Tensor, w: Tensor, *b: Tensor) -> Tensor:
+                options: dict[str, Any] = {"epilogue": epilogue, "label_smoothing": 0.1, "reduction": "sum"}
+                return function(h, w, labels, bias=b[0] if b else None, **options) / items
+
+            names = ("loss", "d_hidden", "d_weight", "d_bias")
+            return dict(zip(names, differentiate(call, 1.0, *tensors), strict=False))
+
+        if grad_bias is not None:
+            ours["d_bias"] = grad_bias.to(dtype)
+        given = (hidden, weight, bias) if with_bias else (hidden, weight)
+        return ours, named(stock, *given), named(oracle, *(t.double() for t in given))
+
+    assert_as_exact(draw, dtype, f"{backend} {dtype}")
 
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])

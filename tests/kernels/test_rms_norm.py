@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from slothplug.exactness import assert_as_exact
 from slothplug.kernels.backend import Backend
 from slothplug.kernels.rms_norm import rms_norm
+from slothplug.kernels.row_layout import row_order, row_walk
+from tests.kernels.strided import strided
 
 Tensors = dict[str, torch.Tensor]
 
@@ -171,11 +173,16 @@ def test_every_hidden_size(hidden: int, backend: Backend, device: torch.device) 
 
 
 @pytest.mark.parametrize("hidden", [64, 8200])
-def test_more_rows_than_partial_sums(hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_partial_sums(
+    hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Programs that walk several tiles of rows, the last one in part, sum each row once."""
     triton_rms_norm = pytest.importorskip("slothplug.kernels.triton.rms_norm")
     monkeypatch.setattr(triton_rms_norm, "_tile", lambda h: None if h > 64 else triton_rms_norm.Tile(64, 2, 1, 3))
     monkeypatch.setattr(triton_rms_norm, "_WIDE_PARTIAL_SUMS", 3)
+    # Plans of the table's knobs, and afterwards those of this test's.
+    triton_rms_norm._backward_plan.cache_clear()
+    request.addfinalizer(triton_rms_norm._backward_plan.cache_clear)
     torch.manual_seed(0)
     x, g = torch.randn(17, hidden, device=device), torch.randn(17, hidden, device=device)
     weight = torch.randn(hidden, device=device)
@@ -199,22 +206,21 @@ def test_gradients_are_those_asked_for(
     y = rms_norm(x, weight, 1e-6, backend=backend)
     g = torch.randn_like(y)
     untouched = [t.detach().clone() for t in (x, weight, g)]
-    needs = []
+    destinations: list[dict[str, Any]] = []
     node = y.grad_fn
     backward = node.primitives.backward
 
     class Recorder:
         @staticmethod
-        def backward(*args: Any) -> Any:
-            needs.append((args[-1], backward(*args)))
-            return needs[-1][1]
+        def backward(*args: Any, **keywords: Any) -> None:
+            destinations.append(keywords)
+            backward(*args, **keywords)
 
     node.primitives = Recorder
     y.backward(g)
-    asked, (dx, dweight) = needs[0]
-    assert asked == (x_trains, weight_trains)
-    assert (dx is not None, dweight is not None) == asked
-    assert (x.grad is not None, weight.grad is not None) == asked
+    given = {name for name, destination in destinations[0].items() if destination is not None}
+    assert given == {name for name, trains in (("grad_x", x_trains), ("grad_weight", weight_trains)) if trains}
+    assert (x.grad is not None, weight.grad is not None) == (x_trains, weight_trains)
     for before, after in zip(untouched, (x, weight, g), strict=True):
         assert torch.equal(before, after)
 
@@ -239,31 +245,26 @@ def test_nothing_to_normalise(shape: tuple[int, ...], backend: Backend, device: 
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_qk_norm_reads_a_transposed_view_where_it_lies(device: torch.device) -> None:
-    """[B, H, T, D] as a view of [B, T, H, D]: no copy, one row stride, and outputs laid out as the view."""
-    launch = pytest.importorskip("slothplug.kernels.triton.launch")
+def test_qk_norm_reads_a_transposed_view_where_it_lies(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[B, H, T, D] as a view of [B, T, H, D]: one row stride, and outputs laid out as the view; no copy of either."""
+    triton_rms_norm = pytest.importorskip("slothplug.kernels.triton.rms_norm")
     x = torch.randn(2, 5, 3, 64, device=device).transpose(1, 2)
-    rows = launch.Rows(launch.row_order(x), x)
-    assert rows.tensors[0].data_ptr() == x.data_ptr()
-    assert (rows.count, rows.sizes, rows.strides) == (30, (1, 1), [(64, 0, 0, 1)])
-    other = torch.empty(2, 3, 5, 64, device=device)
-    rows = launch.Rows(launch.row_order(x), other, x)
-    assert [t.data_ptr() for t in rows.tensors] == [other.data_ptr(), x.data_ptr()]
+    order = row_order(x.stride())
+    assert row_walk(order, x.shape, x.stride()) == (30, (1, 1), ((64, 0, 0),))
+    other = torch.randn(2, 3, 5, 64, device=device)
+    assert row_walk(order, x.shape, other.stride(), x.stride()).strides[0] == (960, 64, 320)
+    pointers: list[int] = []
+    launch = triton_rms_norm.launch
+
+    def record(plan: Any, device: torch.device, *tensors: torch.Tensor | None) -> None:
+        pointers.extend(tensor.data_ptr() for tensor in tensors if tensor is not None)
+        launch(plan, device, *tensors)
+
+    monkeypatch.setattr(triton_rms_norm, "launch", record)
     y = rms_norm(x.requires_grad_(), torch.ones(64, device=device), 1e-6, backend="triton")
-    y.backward(other.normal_())
+    y.backward(other)
     assert y.stride() == x.stride() == x.grad.stride()
-
-
-@st.composite
-def strided(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of ``shape``: any order of dimensions in memory, gaps along some, some expanded."""
-    order = draw(st.permutations(range(len(shape))))
-    gaps = draw(st.lists(st.sampled_from([1, 1, 2]), min_size=len(shape), max_size=len(shape)))
-    expanded = draw(st.lists(st.sampled_from([False, False, False, True]), min_size=len(shape), max_size=len(shape)))
-    sizes = [1 if expanded[dim] else shape[dim] for dim in order]
-    dense = torch.randn([size * gaps[dim] for size, dim in zip(sizes, order, strict=True)])
-    dense = dense[tuple(slice(None, None, gaps[dim]) for dim in order)]
-    return dense.permute([order.index(dim) for dim in range(len(shape))]).expand(shape)
+    assert {x.data_ptr(), y.data_ptr(), other.data_ptr(), x.grad.data_ptr()} <= set(pointers)
 
 
 @given(data=st.data())

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from slothplug.exactness import OP_DRAWS, assert_as_exact
 from slothplug.kernels.backend import Backend
-from slothplug.kernels.rotary import rotary
+from slothplug.kernels.rotary import primitives, rotary, rotation_of
+from tests.kernels.strided import strided
 
 Tensors = dict[str, torch.Tensor]
 
@@ -217,17 +218,6 @@ OPTIONS = [
 ]
 
 
-def strided(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of ``shape``: any order of dimensions in memory, gaps along some; or one number, expanded."""
-    if draw(st.sampled_from([False, False, False, True])):
-        return torch.randn(()).expand(shape)
-    order = draw(st.permutations(range(len(shape))))
-    gaps = draw(st.lists(st.sampled_from([1, 1, 2]), min_size=len(shape), max_size=len(shape)))
-    dense = torch.randn([shape[dim] * gaps[dim] for dim in order])
-    dense = dense[tuple(slice(None, None, gaps[dim]) for dim in order)]
-    return dense.permute([order.index(dim) for dim in range(len(shape))])
-
-
 @given(data=st.data())
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_any_strides_and_any_linear_map(data: st.DataObject) -> None:
@@ -239,10 +229,10 @@ def test_any_strides_and_any_linear_map(data: st.DataObject) -> None:
     torch.manual_seed(draw(st.integers(0, 99)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = [(batch, draw(st.integers(1, 5)), tokens, 2 * half + rest) for _ in range(2)]
-    q, k = (strided(draw, shape).to(device) for shape in shapes)
-    g = tuple(strided(draw, shape).to(device) for shape in shapes)
+    q, k = (draw(strided(shape)).to(device) for shape in shapes)
+    g = tuple(draw(strided(shape)).to(device) for shape in shapes)
     table_shape = (draw(st.sampled_from([1, batch])), tokens, half if options["table"] == "single" else 2 * half)
-    cos, sin = strided(draw, table_shape).to(device), strided(draw, table_shape).to(device)
+    cos, sin = draw(strided(table_shape)).to(device), draw(strided(table_shape)).to(device)
     exact = with_gradients(exactly(cos, sin, options), q.double(), k.double(), g)
     for backend in ("torch", "triton"):
         ours = with_gradients(lambda q, k, b=backend: rotary(q, k, cos, sin, backend=b, **options), q, k, g)
@@ -250,9 +240,40 @@ def test_any_strides_and_any_linear_map(data: st.DataObject) -> None:
             torch.testing.assert_close(value.double(), exact[name], rtol=1e-5, atol=1e-5)
 
 
-def test_more_heads_than_a_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@given(data=st.data())
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_destinations_of_any_strides(data: st.DataObject) -> None:
+    """Without autograd: q and k rotated, and gradients rotated back, into parts of larger buffers."""
+    draw = data.draw
+    options = draw(st.sampled_from(OPTIONS)) | {"rotate_last": draw(st.booleans())}
+    half, rest, tokens = draw(st.integers(1, 5)), draw(st.integers(0, 3)), draw(st.integers(1, 2))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = [(2, draw(st.integers(1, 3)), tokens, 2 * half + rest) for _ in range(draw(st.integers(1, 2)))]
+    inputs = [draw(strided(shape)).to(device) for shape in shapes]
+    cos, sin = torch.randn(2, 2, tokens, half if options["table"] == "single" else 2 * half).to(device)
+    rotation = rotation_of(shapes[0][-1], cos.shape[-1], **options)
+    for backend in ("torch", "triton"):
+        outputs = [draw(strided(shape, expanded=False)).to(device) for shape in shapes]
+        primitives(backend).rotate(list(zip(inputs, outputs, strict=True)), cos, sin, rotation)
+        for x, y in zip(inputs, outputs, strict=True):
+            exact = oracle(x.double(), cos.double(), sin.double(), **options)
+            torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+        grads = [draw(strided(shape, expanded=False)).to(device) for shape in shapes]
+        primitives(backend).rotate(list(zip(inputs, grads, strict=True)), cos, sin, rotation.transpose())
+        for g, grad in zip(inputs, grads, strict=True):
+            x = torch.randn(g.shape, dtype=torch.float64, device=device, requires_grad=True)
+            oracle(x, cos.double(), sin.double(), **options).backward(g.double())
+            torch.testing.assert_close(grad.double(), x.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_more_heads_than_a_tile(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     triton_rotary = pytest.importorskip("slothplug.kernels.triton.rotary")
     monkeypatch.setattr(triton_rotary, "_TILES", (triton_rotary.Tile(elements=32, num_warps=1),))
+    triton_rotary._plan.cache_clear()  # plans of the table's tiles, and afterwards those of this test's
+    request.addfinalizer(triton_rotary._plan.cache_clear)
     q, k = torch.randn(1, 11, 1, 20, device=device), torch.randn(1, 3, 1, 20, device=device)
     cos, sin = torch.randn(2, 1, 1, 16, device=device)
     g = (torch.randn_like(q), torch.randn_like(k))

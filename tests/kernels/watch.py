@@ -1,4 +1,4 @@
-"""What PyTorch computes while somebody watches."""
+"""Which operations PyTorch runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):
-    """Notes the rows times columns of every matrix product's result, and the largest tensor made."""
+    """Records the shape of every matrix product's result, and the largest tensor made."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,18 +15,19 @@ what a float32 of the size of the largest logit cannot hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from slothplug.kernels.cross_entropy import LossSpec, RowStatistics, Upstream, split
-from slothplug.kernels.triton.launch import launch
+from slothplug.kernels.cross_entropy import Epilogue, LossSpec, RowStatistics, Upstream, split
+from slothplug.kernels.row_layout import Ints
+from slothplug.kernels.triton.launch import Plan, cached_plan, launch
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """Launch knobs of rows with at most ``max_vocabulary`` logits; ``block`` of them are taken at a time."""
 
     max_vocabulary: int
@@ -58,60 +59,62 @@ class TritonPrimitives:
         upstream: Upstream | None,
         statistics: RowStatistics | None,
     ) -> None:
-        rows, vocabulary = logits.shape
-        walk = next(walk for walk in _WALKS if vocabulary <= walk.max_vocabulary)
         grad_output, divisor = upstream or (None, None)
         entropy, argmax = statistics or (None, None)
-        inner, outer = spec.epilogue.inner, spec.epilogue.outer
-        launch(
-            _cross_entropy_rows_kernel,
-            (rows,),
-            logits.device,
-            logits,
-            labels,
-            losses,
-            entropy,
-            argmax,
-            spec.class_weight,
-            spec.class_weight_sum,
-            grad_output,
-            divisor,
-            logits.stride(0),
-            labels.stride(0),
-            0 if grad_output is None or grad_output.ndim == 0 else grad_output.stride(0),
-            vocabulary,
+        grad_output_stride = 0 if grad_output is None or grad_output.ndim == 0 else grad_output.stride(0)
+        plan = _rows_plan(
+            logits.shape,
+            (logits.stride(0), labels.stride(0), grad_output_stride),
             spec.ignore_index,
-            1.0 - spec.label_smoothing,
-            spec.label_smoothing / vocabulary,
-            *split(inner),
-            *split(outer),
-            *split(spec.slope),
-            INNER=inner != 1.0,
-            TANH=spec.epilogue.tanh,
-            OUTER=outer != 1.0,
-            SLOPE=spec.slope != 1.0,
-            SMOOTHING=spec.label_smoothing != 0.0,
-            WRITE_GRAD=upstream is not None,
-            BLOCK=walk.block,
-            num_warps=walk.num_warps,
+            spec.label_smoothing,
+            spec.epilogue,
+            spec.slope,
+            upstream is not None,
         )
+        class_weight, class_weight_sum = spec.class_weight, spec.class_weight_sum
+        tensors = (logits, labels, losses, entropy, argmax, class_weight, class_weight_sum, grad_output, divisor)
+        launch(plan, logits.device, *tensors)
 
     @staticmethod
     def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-        elements, width = gradient.numel(), gradient.shape[-1]
-        launch(
-            _scale_kernel,
-            (triton.cdiv(elements, _SCALE_BLOCK),),
-            gradient.device,
-            gradient,
-            factor,
-            out,
-            elements,
-            width,
-            PER_ROW=factor.ndim > 0,
-            BLOCK=_SCALE_BLOCK,
-            num_warps=_SCALE_WARPS,
-        )
+        launch(_scale_plan(gradient.shape, factor.ndim > 0), gradient.device, gradient, factor, out)
+
+
+@cached_plan
+def _rows_plan(
+    shape: Ints,
+    strides: Ints,
+    ignore_index: int,
+    label_smoothing: float,
+    epilogue: Epilogue,
+    slope: float,
+    write_grad: bool,
+) -> Plan:
+    """The launch for logits of ``shape`` and the row strides of logits, labels and grad_output."""
+    rows, vocabulary = shape
+    walk = next(walk for walk in _WALKS if vocabulary <= walk.max_vocabulary)
+    shares = (1.0 - label_smoothing, label_smoothing / vocabulary)
+    factors = (*split(epilogue.inner), *split(epilogue.outer), *split(slope))
+    return Plan.of(
+        _cross_entropy_rows_kernel,
+        (rows,),
+        (*strides, vocabulary, ignore_index, *shares, *factors),
+        walk.num_warps,
+        INNER=epilogue.inner != 1.0,
+        TANH=epilogue.tanh,
+        OUTER=epilogue.outer != 1.0,
+        SLOPE=slope != 1.0,
+        SMOOTHING=label_smoothing != 0.0,
+        WRITE_GRAD=write_grad,
+        BLOCK=walk.block,
+    )
+
+
+@cached_plan
+def _scale_plan(shape: Ints, per_row: bool) -> Plan:
+    elements = math.prod(shape)
+    grid = (triton.cdiv(elements, _SCALE_BLOCK),)
+    return Plan.of(_scale_kernel, grid, (elements, shape[-1]), _SCALE_WARPS, PER_ROW=per_row, BLOCK=_SCALE_BLOCK)
 
 
 @triton.jit

@@ -1,26 +1,25 @@
 """Triton kernels of the gated linear unit; the formulas and the precision are in ``slothplug.kernels.glu``.
 
 One launch a direction. A program serves ``BLOCK`` neighbouring columns of one row; where all tensors are contiguous the
-whole problem is one long row, so that no lane idles whatever the row's length. Nothing is reduced: the same input gives
-the same bits.
+whole problem is one long row, so that no lane idles whatever the row's length. There are no reductions: the same input
+gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from slothplug.kernels.glu import Activation
-from slothplug.kernels.triton.launch import launch
+from slothplug.kernels.row_layout import Ints, is_dense, matrix_stride
+from slothplug.kernels.triton.launch import Plan, cached_plan, launch
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Columns one program serves, and its warps."""
 
     block: int
@@ -137,8 +136,8 @@ def glu_backward_kernel(
     grad_output: tl.tensor,
     gate: tl.tensor,
     up: tl.tensor,
-    d_gate: tl.tensor,
-    d_up: tl.tensor,
+    grad_gate: tl.tensor,
+    grad_up: tl.tensor,
     columns: tl.tensor,
     column_blocks: tl.tensor,
     grad_row: tl.tensor,
@@ -147,23 +146,23 @@ def glu_backward_kernel(
     gate_column: tl.tensor,
     up_row: tl.tensor,
     up_column: tl.tensor,
-    d_gate_row: tl.tensor,
-    d_gate_column: tl.tensor,
-    d_up_row: tl.tensor,
-    d_up_column: tl.tensor,
+    grad_gate_row: tl.tensor,
+    grad_gate_column: tl.tensor,
+    grad_up_row: tl.tensor,
+    grad_up_column: tl.tensor,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d_gate and d_up, each where its pointer is not None."""
+    """grad_gate and grad_up, each where its pointer is not None."""
     row, column, mask = _block(columns, column_blocks, BLOCK)
     grad = tl.load(grad_output + row * grad_row + column * grad_column, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_row + column * gate_column, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_row + column * up_column, mask=mask, other=0.0).to(tl.float32)
     activated, grad_x = activate_and_differentiate(x, grad * y, ACTIVATION)
-    if d_gate is not None:
-        tl.store(d_gate + row * d_gate_row + column * d_gate_column, grad_x, mask=mask)
-    if d_up is not None:
-        tl.store(d_up + row * d_up_row + column * d_up_column, grad * activated, mask=mask)
+    if grad_gate is not None:
+        tl.store(grad_gate + row * grad_gate_row + column * grad_gate_column, grad_x, mask=mask)
+    if grad_up is not None:
+        tl.store(grad_up + row * grad_up_row + column * grad_up_column, grad * activated, mask=mask)
 
 
 class TritonPrimitives:
@@ -171,7 +170,9 @@ class TritonPrimitives:
 
     @staticmethod
     def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
-        _launch(glu_forward_kernel, (gate, up), (out,), activation)
+        plan = _plan(glu_forward_kernel, activation, gate.shape, (gate.stride(), up.stride()), (out.stride(),))
+        if plan is not None:
+            launch(plan.launch, gate.device, *_readable(plan, gate, up), out)
 
     @staticmethod
     def backward(
@@ -180,31 +181,70 @@ class TritonPrimitives:
         up: Tensor,
         activation: Activation,
         *,
-        d_gate: Tensor | None = None,
-        d_up: Tensor | None = None,
+        grad_gate: Tensor | None = None,
+        grad_up: Tensor | None = None,
     ) -> None:
-        _launch(glu_backward_kernel, (grad_output, gate, up), (d_gate, d_up), activation)
+        inputs = (grad_output.stride(), gate.stride(), up.stride())
+        outputs = (None if grad_gate is None else grad_gate.stride(), None if grad_up is None else grad_up.stride())
+        plan = _plan(glu_backward_kernel, activation, gate.shape, inputs, outputs)
+        if plan is not None:
+            launch(plan.launch, gate.device, *_readable(plan, grad_output, gate, up), grad_gate, grad_up)
 
 
-def _launch(
-    kernel: Any, inputs: Sequence[Tensor], destinations: Sequence[Tensor | None], activation: Activation
-) -> None:
-    if not inputs[0].numel():
-        return
-    tensors = (*inputs, *destinations)
-    if all(t is None or t.is_contiguous() for t in tensors):
-        rows, columns = 1, inputs[0].numel()
-        strides: list[int] = [0, 1] * len(tensors)
+class _Plan(NamedTuple):
+    """A launch, and for each input whether its rows collapse only in a copy; empty where all inputs' rows do."""
+
+    launch: Plan
+    copied: tuple[bool, ...]
+
+
+def _readable(plan: _Plan, *inputs: Tensor) -> tuple[Tensor, ...]:
+    if not plan.copied:
+        return inputs
+    return tuple(t.contiguous() if copied else t for t, copied in zip(inputs, plan.copied, strict=True))
+
+
+@cached_plan
+def _plan(
+    kernel: Any, activation: Activation, shape: Ints, inputs: tuple[Ints, ...], outputs: tuple[Ints | None, ...]
+) -> _Plan | None:
+    """The launch for tensors of ``shape`` and these strides; None where they are empty.
+
+    Raises:
+        ValueError: the leading dimensions of an output do not collapse.
+    """
+    if 0 in shape:
+        return None
+    copied: tuple[bool, ...] = ()
+    if all(strides is None or is_dense(tuple(range(len(shape))), shape, strides) for strides in inputs + outputs):
+        rows, columns = 1, math.prod(shape)
+        strides: list[int] = [0, 1] * len(inputs + outputs)
     else:
-        columns = inputs[0].shape[-1]
-        rows = inputs[0].numel() // columns
-        # reshape copies an input whose leading dimensions do not collapse; a destination must not be a copy.
-        tensors = (
-            *(t.reshape(-1, columns) for t in inputs),
-            *(None if t is None else t.view(-1, columns) for t in destinations),
-        )
-        strides = [stride for t in tensors for stride in ((0, 1) if t is None else t.stride())]
+        columns = shape[-1]
+        rows = math.prod(shape[:-1])
+        strides = []
+        copies = []
+        for of_input in inputs:
+            row = matrix_stride(shape, of_input)
+            copies.append(row is None)
+            strides += [columns, 1] if row is None else [row, of_input[-1]]
+        for of_output in outputs:
+            if of_output is None:
+                strides += [0, 1]
+                continue
+            row = matrix_stride(shape, of_output)
+            if row is None:
+                raise ValueError(f"leading dimensions of an output must collapse: {tuple(shape)}, strides {of_output}")
+            strides += [row, of_output[-1]]
+        copied = tuple(copies) if any(copies) else ()
     tile = _choose_tile(columns)
     column_blocks = triton.cdiv(columns, tile.block)
-    arguments = (*tensors, columns, column_blocks, *strides, activation, tile.block)
-    launch(kernel, (rows * column_blocks,), inputs[0].device, *arguments, num_warps=tile.num_warps)
+    plan = Plan.of(
+        kernel,
+        (rows * column_blocks,),
+        (columns, column_blocks, *strides),
+        tile.num_warps,
+        ACTIVATION=activation,
+        BLOCK=tile.block,
+    )
+    return _Plan(plan, copied)

@@ -10,19 +10,18 @@ device that compiles the kernel alike.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from slothplug.kernels.rms_norm import Variant, output_dtype
-from slothplug.kernels.triton.launch import Rows, empty_in_order, launch, row_offset, row_order
+from slothplug.kernels.rms_norm import Variant
+from slothplug.kernels.row_layout import Ints, as_matrix, is_dense, row_order, row_walk
+from slothplug.kernels.triton.launch import Plan, cached_plan, launch, row_offset
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Launch knobs of rows with at most ``max_hidden`` elements.
 
     Attributes:
@@ -55,35 +54,40 @@ _TILES = (
 _WIDE_COLUMNS, _WIDE_WARPS, _WIDE_PARTIAL_SUMS = 4096, 8, 64
 
 
-@functools.cache
 def _tile(hidden: int) -> Tile | None:
     """The launch knobs of rows of ``hidden`` elements; None where a row does not fit one program's registers."""
     return next((tile for tile in _TILES if hidden <= tile.max_hidden), None)
 
 
 class TritonPrimitives:
-    """See ``slothplug.kernels.rms_norm.Primitives``. ``rstd`` is shaped like x without its last dimension."""
+    """See ``slothplug.kernels.rms_norm.Primitives``."""
 
     @staticmethod
-    def forward(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
-        order = row_order(x)
-        y = empty_in_order(x.shape, order, output_dtype(x, weight, variant.casting), x.device)
-        rows = Rows(order, x)
-        rstd = empty_in_order(x.shape[:-1], order, torch.float32, x.device)
-        if x.numel() == 0:
-            return y, rstd
-        hidden = x.shape[-1]
-        arguments = (*rows.tensors, _dense(weight), y, rstd, rows.count, *rows.sizes, *rows.strides[0], variant.eps)
-        constants = (hidden, variant.offset, variant.casting == "before_weight")
-        tile = _tile(hidden)
-        if tile is None:
-            grid = (rows.count,)
-            launch(_forward_wide, grid, x.device, *arguments, *constants, _WIDE_COLUMNS, num_warps=_WIDE_WARPS)
-        else:
-            grid = (triton.cdiv(rows.count, tile.rows),)
-            shape = (tile.rows, triton.next_power_of_2(hidden))
-            launch(_forward, grid, x.device, *arguments, *constants, *shape, num_warps=tile.num_warps)
-        return y, rstd
+    def forward(
+        x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
+    ) -> None:
+        if x.ndim > 4:
+            x, y, rstd = as_matrix(x), y.view(-1, y.shape[-1]), rstd.view(-1)
+        plan = _forward_plan(x.shape, x.stride(), y.stride(), rstd.stride(), variant)
+        if plan is not None:
+            launch(plan, x.device, x, _dense(weight), y, rstd)
+
+    @staticmethod
+    def add_forward(
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        variant: Variant,
+        h: torch.Tensor,
+        y: torch.Tensor,
+        rstd: torch.Tensor,
+    ) -> None:
+        if x.ndim > 4:
+            x, residual, rstd = as_matrix(x), as_matrix(residual), rstd.view(-1)
+            h, y = h.view(-1, h.shape[-1]), y.view(-1, y.shape[-1])
+        plan = _add_forward_plan(x.shape, x.stride(), residual.stride(), h.stride(), y.stride(), rstd.stride(), variant)
+        if plan is not None:
+            launch(plan, x.device, x, residual, _dense(weight), h, y, rstd)
 
     @staticmethod
     def backward(
@@ -92,73 +96,160 @@ class TritonPrimitives:
         weight: torch.Tensor | None,
         rstd: torch.Tensor,
         variant: Variant,
-        needs: tuple[bool, bool],
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        order = row_order(x)
-        grad_x = empty_in_order(x.shape, order, x.dtype, x.device) if needs[0] else None
-        if x.numel() == 0:
-            return grad_x, torch.zeros_like(weight) if needs[1] and weight is not None else None
-        # No copy, unless a saved-tensor hook (offloading) gave back x or rstd with other strides than it was handed.
-        rstd = rstd.permute(order).contiguous()
-        rows = Rows(order, grad_output, x)
-        hidden = x.shape[-1]
-        constants = (hidden, variant.offset, variant.casting == "before_weight")
-        backward = _backward_wide_rows if _tile(hidden) is None else _backward_tiles
-        needs_weight = needs[1] and weight is not None
-        partial = backward(rows, _dense(weight), rstd, grad_x, needs_weight, constants)
-        grad_weight = partial.sum(0).to(weight.dtype) if partial is not None and weight is not None else None
-        return grad_x, grad_weight
+        *,
+        grad_x: torch.Tensor | None = None,
+        grad_weight: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
+        if x.ndim > 4:
+            grad_output, x, rstd = as_matrix(grad_output), as_matrix(x), rstd.reshape(-1)
+            grad_x = None if grad_x is None else grad_x.view(-1, grad_x.shape[-1])
+        grad_x_strides = None if grad_x is None else grad_x.stride()
+        needs_weight = grad_weight is not None
+        plan = _backward_plan(
+            x.shape, grad_output.stride(), x.stride(), rstd.stride(), grad_x_strides, needs_weight, accumulate, variant
+        )
+        if plan is None:
+            if grad_weight is not None:
+                grad_weight.zero_()
+            return
+        if plan.rstd_order is not None:
+            rstd = rstd.permute(plan.rstd_order).contiguous()
+        weight = _dense(weight)
+        partial = None
+        if grad_weight is not None:
+            partial = torch.empty(plan.partial_sums, x.shape[-1], dtype=torch.float32, device=x.device)
+        if plan.both is not None:
+            launch(plan.both, x.device, grad_output, x, weight, rstd, grad_x, partial)
+        if plan.for_weight is not None:  # before grad_x is written, which may be grad_output
+            launch(plan.for_weight, x.device, grad_output, x, rstd, partial)
+        if plan.for_x is not None:
+            launch(plan.for_x, x.device, grad_output, x, weight, rstd, grad_x)
+        if grad_weight is None or partial is None:
+            return
+        if grad_weight.dtype is torch.float32:
+            torch.sum(partial, 0, out=grad_weight)
+        else:
+            grad_weight.copy_(partial.sum(0))
 
 
 def _dense(weight: torch.Tensor | None) -> torch.Tensor | None:
     return None if weight is None else weight.contiguous()
 
 
-def _backward_tiles(
-    rows: Rows,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    grad_x: torch.Tensor | None,
+def _constants(hidden: int, variant: Variant) -> dict[str, Any]:
+    """The constants of every kernel that reads the weight."""
+    return {"HIDDEN": hidden, "OFFSET": variant.offset, "BEFORE_WEIGHT": variant.casting == "before_weight"}
+
+
+def _tile_shape(tile: Tile, hidden: int) -> dict[str, Any]:
+    return {"ROWS": tile.rows, "COLUMNS": triton.next_power_of_2(hidden)}
+
+
+def _check_rstd(order: Ints, shape: Ints, strides: Ints) -> None:
+    if 0 not in shape and not is_dense(order, shape, strides):
+        raise ValueError(f"rstd has strides {strides}: row_layout.empty_row_values makes one of the right strides")
+
+
+@cached_plan
+def _forward_plan(shape: Ints, x: Ints, y: Ints, rstd: Ints, variant: Variant) -> Plan | None:
+    """The launch for tensors of ``shape`` and these strides; None where there is nothing to normalise."""
+    order = row_order(x)
+    _check_rstd(order, shape, rstd)
+    walk = row_walk(order, shape, x, y)
+    arguments = (*walk.sizes, *walk.strides[0], x[-1], *walk.strides[1], variant.eps)
+    return _one_pass(_forward, _forward_wide, walk.rows, shape[-1], arguments, variant)
+
+
+@cached_plan
+def _add_forward_plan(
+    shape: Ints, x: Ints, residual: Ints, h: Ints, y: Ints, rstd: Ints, variant: Variant
+) -> Plan | None:
+    """As ``_forward_plan``."""
+    order = row_order(x)
+    _check_rstd(order, shape, rstd)
+    walk = row_walk(order, shape, x, residual, h, y)
+    of_x, of_residual, of_h, of_y = walk.strides
+    arguments = (*walk.sizes, *of_x, x[-1], *of_residual, residual[-1], *of_h, *of_y, variant.eps)
+    return _one_pass(_add_forward, _add_forward_wide, walk.rows, shape[-1], arguments, variant)
+
+
+def _one_pass(
+    kernel: triton.JITFunction,
+    wide_kernel: triton.JITFunction,
+    rows: int,
+    hidden: int,
+    arguments: tuple[int | float, ...],
+    variant: Variant,
+) -> Plan | None:
+    """A forward launch: tiles of rows, or a program for each row that is too wide for a tile."""
+    if rows == 0 or hidden == 0:
+        return None
+    tile = _tile(hidden)
+    constants = _constants(hidden, variant)
+    if tile is None:
+        return Plan.of(wide_kernel, (rows,), arguments, _WIDE_WARPS, COLUMNS=_WIDE_COLUMNS, **constants)
+    grid = (triton.cdiv(rows, tile.rows),)
+    return Plan.of(kernel, grid, (rows, *arguments), tile.num_warps, **constants, **_tile_shape(tile, hidden))
+
+
+class _BackwardPlan(NamedTuple):
+    """The launches of a backward: one for both gradients, or one for each where registers hold no whole row.
+
+    Attributes:
+        rstd_order: the dimensions of rstd in the order in which it has to be copied; None where it lies so.
+        partial_sums: rows of partial sums of the weight's gradient.
+        both, for_weight, for_x: the launches.
+    """
+
+    rstd_order: Ints | None
+    partial_sums: int
+    both: Plan | None = None
+    for_weight: Plan | None = None
+    for_x: Plan | None = None
+
+
+@cached_plan
+def _backward_plan(
+    shape: Ints,
+    grad_output: Ints,
+    x: Ints,
+    rstd: Ints,
+    grad_x: Ints | None,
     needs_weight: bool,
-    constants: tuple[int, float, bool],
-) -> torch.Tensor | None:
-    """One launch for both gradients; returns the partial sums [programs, H] of the weight's, where asked for."""
-    tile = _tile(constants[0])
-    assert tile is not None
-    tiles = triton.cdiv(rows.count, tile.rows)
+    accumulate: bool,
+    variant: Variant,
+) -> _BackwardPlan | None:
+    """The launches for tensors of ``shape`` and these strides; None where there is nothing normalised."""
+    order = row_order(x)
+    rstd_order = None if is_dense(order, shape, rstd) else order
+    walk = row_walk(order, shape, grad_output, x, x if grad_x is None else grad_x)
+    rows, hidden = walk.rows, shape[-1]
+    if rows == 0 or hidden == 0:
+        return None
+    of_grad, of_x, of_grad_x = walk.strides
+    inputs = (*walk.sizes, *of_grad, grad_output[-1], *of_x, x[-1])
+    constants = _constants(hidden, variant)
+    tile = _tile(hidden)
+    if tile is None:
+        partial_sums = min(rows, _WIDE_PARTIAL_SUMS)
+        for_weight = for_x = None
+        if needs_weight:
+            grid = (partial_sums, triton.cdiv(hidden, _WIDE_COLUMNS))
+            for_weight = Plan.of(
+                _backward_weight_wide, grid, (rows, *inputs), _WIDE_WARPS, HIDDEN=hidden, COLUMNS=_WIDE_COLUMNS
+            )
+        if grad_x is not None:
+            constants |= {"ACCUMULATE": accumulate, "COLUMNS": _WIDE_COLUMNS}
+            for_x = Plan.of(_backward_input_wide, (rows,), (*inputs, *of_grad_x), _WIDE_WARPS, **constants)
+        return _BackwardPlan(rstd_order, partial_sums, for_weight=for_weight, for_x=for_x)
+    tiles = triton.cdiv(rows, tile.rows)
     tiles_each = triton.cdiv(tiles, tile.partial_sums) if needs_weight else 1
     programs = triton.cdiv(tiles, tiles_each)
-    partial = torch.empty(programs, constants[0], dtype=torch.float32, device=rstd.device) if needs_weight else None
-    arguments = (*rows.tensors, weight, rstd, grad_x, partial, rows.count, tiles_each)
-    strides = (*rows.sizes, *rows.strides[0], *rows.strides[1])
-    shape = (tile.rows, triton.next_power_of_2(constants[0]))
-    launch(_backward, (programs,), rstd.device, *arguments, *strides, *constants, *shape, num_warps=tile.num_warps)
-    return partial
-
-
-def _backward_wide_rows(
-    rows: Rows,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    grad_x: torch.Tensor | None,
-    needs_weight: bool,
-    constants: tuple[int, float, bool],
-) -> torch.Tensor | None:
-    """A launch for each gradient: registers do not hold a whole row of partial sums."""
-    options = {"num_warps": _WIDE_WARPS}
-    strides = (*rows.sizes, *rows.strides[0], *rows.strides[1])
-    if grad_x is not None:
-        arguments = (*rows.tensors, weight, rstd, grad_x, *strides, *constants, _WIDE_COLUMNS)
-        launch(_backward_input_wide, (rows.count,), rstd.device, *arguments, **options)
-    if not needs_weight:
-        return None
-    hidden = constants[0]
-    programs = min(rows.count, _WIDE_PARTIAL_SUMS)
-    partial = torch.empty(programs, hidden, dtype=torch.float32, device=rstd.device)
-    grid = (programs, triton.cdiv(hidden, _WIDE_COLUMNS))
-    arguments = (*rows.tensors, rstd, partial, rows.count, *strides, hidden, _WIDE_COLUMNS)
-    launch(_backward_weight_wide, grid, rstd.device, *arguments, **options)
-    return partial
+    constants |= {"ACCUMULATE": accumulate, **_tile_shape(tile, hidden)}
+    arguments = (rows, tiles_each, *inputs, *of_grad_x)
+    both = Plan.of(_backward, (programs,), arguments, tile.num_warps, **constants)
+    return _BackwardPlan(rstd_order, programs, both)
 
 
 @triton.jit
@@ -180,6 +271,35 @@ def _load_scale(
 
 
 @triton.jit
+def _normalise_tile(
+    x: tl.tensor,
+    weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    y_row: tl.tensor,
+    mask: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE_WEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Writes the norms of a tile of rows ``x`` [ROWS, COLUMNS], in the dtype that they are rounded to."""
+    column = tl.arange(0, COLUMNS)
+    x32 = x.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x32 * x32, axis=1) / HIDDEN + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    y = x32 * rstd[:, None]
+    if weight_ptr is not None:
+        if BEFORE_WEIGHT:
+            y = y.to(x.dtype).to(tl.float32)
+        y *= _load_scale(weight_ptr, column, HIDDEN, OFFSET, BEFORE_WEIGHT)[None, :]
+    tl.store(y_ptr + y_row[:, None] + column[None, :], y, mask=mask)
+
+
+@triton.jit
 def _forward(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -192,6 +312,9 @@ def _forward(
     x_stride_1: tl.tensor,
     x_stride_2: tl.tensor,
     x_stride_column: tl.tensor,
+    y_stride_0: tl.tensor,
+    y_stride_1: tl.tensor,
+    y_stride_2: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -203,22 +326,17 @@ def _forward(
     column = tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (column < HIDDEN)[None, :]
     x_row = row_offset(row, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)
+    y_row = row_offset(row, size_1, size_2, y_stride_0, y_stride_1, y_stride_2)
     x = tl.load(x_ptr + x_row[:, None] + column.to(tl.int64)[None, :] * x_stride_column, mask=mask, other=0.0)
-    x32 = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x32 * x32, axis=1) / HIDDEN + eps)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    y = x32 * rstd[:, None]
-    if weight_ptr is not None:
-        if BEFORE_WEIGHT:
-            y = y.to(x.dtype).to(tl.float32)
-        y *= _load_scale(weight_ptr, column, HIDDEN, OFFSET, BEFORE_WEIGHT)[None, :]
-    tl.store(y_ptr + row[:, None] * HIDDEN + column[None, :], y, mask=mask)
+    _normalise_tile(x, weight_ptr, y_ptr, rstd_ptr, row, rows, y_row, mask, eps, HIDDEN, OFFSET, BEFORE_WEIGHT, COLUMNS)
 
 
 @triton.jit
-def _forward_wide(
+def _add_forward(
     x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    h_ptr: tl.tensor,
     y_ptr: tl.tensor,
     rstd_ptr: tl.tensor,
     rows: tl.tensor,
@@ -228,21 +346,51 @@ def _forward_wide(
     x_stride_1: tl.tensor,
     x_stride_2: tl.tensor,
     x_stride_column: tl.tensor,
+    residual_stride_0: tl.tensor,
+    residual_stride_1: tl.tensor,
+    residual_stride_2: tl.tensor,
+    residual_stride_column: tl.tensor,
+    h_stride_0: tl.tensor,
+    h_stride_1: tl.tensor,
+    h_stride_2: tl.tensor,
+    y_stride_0: tl.tensor,
+    y_stride_1: tl.tensor,
+    y_stride_2: tl.tensor,
     eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    column64 = column.to(tl.int64)[None, :]
+    mask = (row < rows)[:, None] & (column < HIDDEN)[None, :]
+    x_row = row_offset(row, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)
+    residual_row = row_offset(row, size_1, size_2, residual_stride_0, residual_stride_1, residual_stride_2)
+    h_row = row_offset(row, size_1, size_2, h_stride_0, h_stride_1, h_stride_2)
+    y_row = row_offset(row, size_1, size_2, y_stride_0, y_stride_1, y_stride_2)
+    x = tl.load(x_ptr + x_row[:, None] + column64 * x_stride_column, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + residual_row[:, None] + column64 * residual_stride_column, mask=mask, other=0.0)
+    h = (x.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+    tl.store(h_ptr + h_row[:, None] + column[None, :], h, mask=mask)
+    _normalise_tile(h, weight_ptr, y_ptr, rstd_ptr, row, rows, y_row, mask, eps, HIDDEN, OFFSET, BEFORE_WEIGHT, COLUMNS)
+
+
+@triton.jit
+def _scale_wide(
+    x_ptr: tl.tensor,
+    x_stride_column: tl.tensor,
+    weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    rstd: tl.tensor,
     HIDDEN: tl.constexpr,
     OFFSET: tl.constexpr,
     BEFORE_WEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row_offset(row, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)
-    squares = tl.zeros([COLUMNS], dtype=tl.float32)
-    for start in range(0, HIDDEN, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        x32 = tl.load(x_ptr + column.to(tl.int64) * x_stride_column, mask=column < HIDDEN, other=0.0).to(tl.float32)
-        squares += x32 * x32
-    rstd = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + eps)
-    tl.store(rstd_ptr + row, rstd)
+    """The second pass over a row that is too wide for a tile: writes y."""
     for start in range(0, HIDDEN, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         x = tl.load(x_ptr + column.to(tl.int64) * x_stride_column, mask=column < HIDDEN, other=0.0)
@@ -251,7 +399,92 @@ def _forward_wide(
             if BEFORE_WEIGHT:
                 y = y.to(x.dtype).to(tl.float32)
             y *= _load_scale(weight_ptr, column, HIDDEN, OFFSET, BEFORE_WEIGHT)
-        tl.store(y_ptr + row * HIDDEN + column, y, mask=column < HIDDEN)
+        tl.store(y_ptr + column, y, mask=column < HIDDEN)
+
+
+@triton.jit
+def _forward_wide(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    size_1: tl.tensor,
+    size_2: tl.tensor,
+    x_stride_0: tl.tensor,
+    x_stride_1: tl.tensor,
+    x_stride_2: tl.tensor,
+    x_stride_column: tl.tensor,
+    y_stride_0: tl.tensor,
+    y_stride_1: tl.tensor,
+    y_stride_2: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE_WEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row_offset(row, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)
+    y_ptr += row_offset(row, size_1, size_2, y_stride_0, y_stride_1, y_stride_2)
+    squares = tl.zeros([COLUMNS], dtype=tl.float32)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        x32 = tl.load(x_ptr + column.to(tl.int64) * x_stride_column, mask=column < HIDDEN, other=0.0).to(tl.float32)
+        squares += x32 * x32
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + eps)
+    tl.store(rstd_ptr + row, rstd)
+    _scale_wide(x_ptr, x_stride_column, weight_ptr, y_ptr, rstd, HIDDEN, OFFSET, BEFORE_WEIGHT, COLUMNS)
+
+
+@triton.jit
+def _add_forward_wide(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    h_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    size_1: tl.tensor,
+    size_2: tl.tensor,
+    x_stride_0: tl.tensor,
+    x_stride_1: tl.tensor,
+    x_stride_2: tl.tensor,
+    x_stride_column: tl.tensor,
+    residual_stride_0: tl.tensor,
+    residual_stride_1: tl.tensor,
+    residual_stride_2: tl.tensor,
+    residual_stride_column: tl.tensor,
+    h_stride_0: tl.tensor,
+    h_stride_1: tl.tensor,
+    h_stride_2: tl.tensor,
+    y_stride_0: tl.tensor,
+    y_stride_1: tl.tensor,
+    y_stride_2: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE_WEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row_offset(row, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)
+    residual_ptr += row_offset(row, size_1, size_2, residual_stride_0, residual_stride_1, residual_stride_2)
+    h_ptr += row_offset(row, size_1, size_2, h_stride_0, h_stride_1, h_stride_2)
+    y_ptr += row_offset(row, size_1, size_2, y_stride_0, y_stride_1, y_stride_2)
+    squares = tl.zeros([COLUMNS], dtype=tl.float32)
+    for start in range(0, HIDDEN, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        mask, column64 = column < HIDDEN, column.to(tl.int64)
+        x = tl.load(x_ptr + column64 * x_stride_column, mask=mask, other=0.0)
+        residual = tl.load(residual_ptr + column64 * residual_stride_column, mask=mask, other=0.0)
+        h = (x.to(tl.float32) + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + column, h, mask=mask)
+        h32 = h.to(tl.float32)
+        squares += h32 * h32
+    rstd = tl.rsqrt(tl.sum(squares, axis=0) / HIDDEN + eps)
+    tl.store(rstd_ptr + row, rstd)
+    tl.debug_barrier()  # h is read back, perhaps by other threads than those that stored it
+    _scale_wide(h_ptr, 1, weight_ptr, y_ptr, rstd, HIDDEN, OFFSET, BEFORE_WEIGHT, COLUMNS)
 
 
 @triton.jit
@@ -274,9 +507,13 @@ def _backward(
     x_stride_1: tl.tensor,
     x_stride_2: tl.tensor,
     x_stride_column: tl.tensor,
+    grad_x_stride_0: tl.tensor,
+    grad_x_stride_1: tl.tensor,
+    grad_x_stride_2: tl.tensor,
     HIDDEN: tl.constexpr,
     OFFSET: tl.constexpr,
     BEFORE_WEIGHT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -304,7 +541,11 @@ def _backward(
                 grad *= scale
             projection = tl.sum(grad * n, axis=1)[:, None] / HIDDEN
             grad_x = (grad - n * projection) * rstd
-            tl.store(grad_x_ptr + row[:, None] * HIDDEN + column[None, :], grad_x, mask=mask)
+            grad_x_row = row_offset(row, size_1, size_2, grad_x_stride_0, grad_x_stride_1, grad_x_stride_2)
+            target = grad_x_ptr + grad_x_row[:, None] + column[None, :]
+            if ACCUMULATE:
+                grad_x += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+            tl.store(target, grad_x, mask=mask)
     if partial_ptr is not None:
         partial_row = partial_ptr + tl.program_id(0).to(tl.int64) * HIDDEN
         tl.store(partial_row + column, tl.sum(partial, axis=0), mask=column < HIDDEN)
@@ -327,14 +568,19 @@ def _backward_input_wide(
     x_stride_1: tl.tensor,
     x_stride_2: tl.tensor,
     x_stride_column: tl.tensor,
+    grad_x_stride_0: tl.tensor,
+    grad_x_stride_1: tl.tensor,
+    grad_x_stride_2: tl.tensor,
     HIDDEN: tl.constexpr,
     OFFSET: tl.constexpr,
     BEFORE_WEIGHT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     grad_ptr += row_offset(row, size_1, size_2, grad_stride_0, grad_stride_1, grad_stride_2)
     x_ptr += row_offset(row, size_1, size_2, x_stride_0, x_stride_1, x_stride_2)
+    grad_x_ptr += row_offset(row, size_1, size_2, grad_x_stride_0, grad_x_stride_1, grad_x_stride_2)
     rstd = tl.load(rstd_ptr + row)
     products = tl.zeros([COLUMNS], dtype=tl.float32)
     for start in range(0, HIDDEN, COLUMNS):
@@ -353,7 +599,10 @@ def _backward_input_wide(
         x = tl.load(x_ptr + column64 * x_stride_column, mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
             grad *= _load_scale(weight_ptr, column, HIDDEN, OFFSET, BEFORE_WEIGHT)
-        tl.store(grad_x_ptr + row * HIDDEN + column, (grad - x * rstd * projection) * rstd, mask=mask)
+        grad_x = (grad - x * rstd * projection) * rstd
+        if ACCUMULATE:
+            grad_x += tl.load(grad_x_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + column, grad_x, mask=mask)
 
 
 @triton.jit

@@ -8,18 +8,18 @@ gradient that autograd expanded is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from slothplug.kernels.rotary import Pair, Rotation
-from slothplug.kernels.triton.launch import launch
+from slothplug.kernels.row_layout import Ints
+from slothplug.kernels.triton.launch import Plan, cached_plan, launch
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Launch knobs of tiles of at most ``elements`` elements (heads times rotated width)."""
 
     elements: int
@@ -27,7 +27,7 @@ class Tile:
 
 
 # 16 elements a thread: a 16-byte load of bfloat16 for each half of the pairs. A tile of 4096 elements is 32 heads of
-# 128; more heads take another turn of the loop, as larger tiles would leave too few programs on a multiprocessor.
+# 128; more heads take another iteration of the loop, as larger tiles would leave too few programs on a multiprocessor.
 _TILES = (Tile(elements=512, num_warps=1), Tile(elements=2048, num_warps=4), Tile(elements=4096, num_warps=8))
 
 
@@ -38,36 +38,61 @@ class TritonPrimitives:
     def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
         if sin.stride() != cos.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
-        (x, y), (x2, y2) = pairs[0], pairs[1] if len(pairs) == 2 else (None, None)
-        batch, heads, tokens, head_dim = x.shape
-        heads_2 = x2.shape[1] if x2 is not None else 1
-        strides_2 = (*x2.stride(), *y2.stride()) if x2 is not None and y2 is not None else (0,) * 8
-        width = triton.next_power_of_2(rotation.width)
-        block = min(triton.next_power_of_2(heads), max(1, _TILES[-1].elements // width))
-        block_2 = min(triton.next_power_of_2(heads_2), block)
-        tile = next((tile for tile in _TILES if block * width <= tile.elements), _TILES[-1])
-        table_strides = (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1), cos.stride(2))
-        launch(
-            _rotate,
-            (batch * tokens,),
-            x.device,
-            *(x, y, x2, y2, cos, sin, tokens, *x.stride(), *y.stride(), *strides_2, *table_strides),
-            HEADS=heads,
-            HEADS_2=heads_2,
-            HEAD_DIM=head_dim,
-            START=rotation.start,
-            WIDTH=rotation.width,
-            READS_INTERLEAVED=rotation.reads_interleaved,
-            WRITES_INTERLEAVED=rotation.writes_interleaved,
-            TABLE_STRIDE=2 if rotation.table == "neighbours" else 1,
-            TABLE_SECOND={"halves": rotation.width // 2, "neighbours": 1, "shared": 0}[rotation.table],
-            TRANSPOSED=rotation.transposed,
-            BLOCK=block,
-            BLOCK_2=block_2,
-            PAIRS=width // 2,
-            REST=triton.next_power_of_2(head_dim - rotation.width) if rotation.width < head_dim else 0,
-            num_warps=tile.num_warps,
-        )
+        x, y = pairs[0]
+        if len(pairs) == 1:
+            plan = _plan(x.shape, x.stride(), y.stride(), None, cos.shape[0] > 1, cos.stride(), rotation)
+            launch(plan, x.device, x, y, None, None, cos, sin)
+            return
+        x2, y2 = pairs[1]
+        second = (x2.shape[1], x2.stride(), y2.stride())
+        plan = _plan(x.shape, x.stride(), y.stride(), second, cos.shape[0] > 1, cos.stride(), rotation)
+        launch(plan, x.device, x, y, x2, y2, cos, sin)
+
+
+@cached_plan
+def _plan(
+    shape: Ints,
+    x: Ints,
+    y: Ints,
+    second: tuple[int, Ints, Ints] | None,
+    tables_of_rows: bool,
+    table: Ints,
+    rotation: Rotation,
+) -> Plan:
+    """The launch for a pair of ``shape`` and strides x, y, and perhaps another.
+
+    Args:
+        second: the heads of the other pair, and its strides.
+        tables_of_rows: the tables have rows of their own for each row of the batch.
+        table: strides of cos and sin.
+    """
+    batch, heads, tokens, head_dim = shape
+    heads_2, x2, y2 = second or (1, (0,) * 4, (0,) * 4)
+    width = triton.next_power_of_2(rotation.width)
+    block = min(triton.next_power_of_2(heads), max(1, _TILES[-1].elements // width))
+    block_2 = min(triton.next_power_of_2(heads_2), block)
+    tile = next((tile for tile in _TILES if block * width <= tile.elements), _TILES[-1])
+    arguments = (tokens, *x, *y, *x2, *y2, table[0] if tables_of_rows else 0, table[1], table[2])
+    return Plan.of(
+        _rotate,
+        (batch * tokens,),
+        arguments,
+        tile.num_warps,
+        HEADS=heads,
+        HEADS_2=heads_2,
+        HEAD_DIM=head_dim,
+        START=rotation.start,
+        WIDTH=rotation.width,
+        READS_INTERLEAVED=rotation.reads_interleaved,
+        WRITES_INTERLEAVED=rotation.writes_interleaved,
+        TABLE_STRIDE=2 if rotation.table == "neighbours" else 1,
+        TABLE_SECOND={"halves": rotation.width // 2, "neighbours": 1, "shared": 0}[rotation.table],
+        TRANSPOSED=rotation.transposed,
+        BLOCK=block,
+        BLOCK_2=block_2,
+        PAIRS=width // 2,
+        REST=triton.next_power_of_2(head_dim - rotation.width) if rotation.width < head_dim else 0,
+    )
 
 
 @triton.jit
@@ -138,7 +163,7 @@ def _rotate_heads(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ) -> None:
-    """All heads of one tensor at one token, BLOCK heads a turn; the pointers point at the token's first element."""
+    """All heads of one tensor at one token, BLOCK heads an iteration; the pointers are those of the token."""
     for first in range(0, HEADS, BLOCK):
         head = first + tl.arange(0, BLOCK)
         mask = (head < HEADS)[:, None]

@@ -1,0 +1,131 @@
+"""How the rows of a tensor [..., H] lie in memory, whatever its strides: their order, their offsets, and new tensors.
+
+A kernel that walks rows in memory order reads a stream, also where the tensor is a transposed view such as
+[B, H, T, D]. Everything here follows from shapes and strides alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+Ints = tuple[int, ...]
+
+# A row walk has up to this many outer dimensions; tensors of more dimensions are viewed as matrices.
+OUTER_DIMENSIONS = 3
+
+
+class RowWalk(NamedTuple):
+    """Where row r of several tensors of one shape lies, r counting in memory order.
+
+    Row r of tensor i starts at ``(r // size_2 // size_1) * stride_0 + (r // size_2 % size_1) * stride_1 + r % size_2 *
+    stride_2`` elements. Outer dimensions that are one stride apart in every tensor are merged, which leaves sizes of 1
+    in the usual case.
+
+    Attributes:
+        rows: their number.
+        sizes: (size_1, size_2).
+        strides: (stride_0, stride_1, stride_2) of each tensor.
+    """
+
+    rows: int
+    sizes: Ints
+    strides: tuple[Ints, ...]
+
+
+def row_order(strides: Ints) -> Ints:
+    """The outer dimensions in the order in which memory holds them, largest stride first."""
+    return tuple(sorted(range(len(strides) - 1), key=lambda dim: -strides[dim]))
+
+
+def row_walk(order: Ints, shape: Ints, *strides: Ints) -> RowWalk:
+    """The walk over tensors of ``shape`` [..., H] and these strides, up to 3 outer dimensions, in ``order``."""
+    sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for dim in order:
+        size = shape[dim]
+        if size == 1:
+            continue
+        if sizes and all(outer[-1] == own[dim] * size for outer, own in zip(merged, strides, strict=True)):
+            sizes[-1] *= size
+            for outer, own in zip(merged, strides, strict=True):
+                outer[-1] = own[dim]
+        else:
+            sizes.append(size)
+            for outer, own in zip(merged, strides, strict=True):
+                outer.append(own[dim])
+    missing = OUTER_DIMENSIONS - len(sizes)
+    rows = 1
+    for size in sizes:
+        rows *= size
+    inner = (*sizes[1:], *[1] * missing) if sizes else (1, 1)
+    return RowWalk(rows, inner, tuple((*outer, *[0] * missing) for outer in merged))
+
+
+def is_dense(order: Ints, shape: Ints, strides: Ints) -> bool:
+    """True where the dimensions ``order``, in that order, fill memory without gaps."""
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return False
+        expected *= shape[dim]
+    return True
+
+
+def matrix_stride(shape: Ints, strides: Ints) -> int | None:
+    """The row stride of a tensor [..., H] viewed as [N, H]; None where its strides allow no such view."""
+    stride: int | None = None
+    expected = 0
+    for dim in range(len(shape) - 2, -1, -1):
+        if shape[dim] == 1:
+            continue
+        if stride is None:
+            stride = strides[dim]
+        elif strides[dim] != expected:
+            return None
+        expected = strides[dim] * shape[dim]
+    return stride or 0
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``x``, as [N, H] where it has more outer dimensions than a row walk; a copy where its strides allow no view."""
+    return x if x.ndim <= OUTER_DIMENSIONS + 1 else x.reshape(-1, x.shape[-1])
+
+
+def empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor of x's shape, dense, whose rows lie in memory in the order of x's rows."""
+    if x.is_contiguous():
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.empty_strided(x.shape, _dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
+
+
+def empty_row_values(x: torch.Tensor) -> torch.Tensor:
+    """An uninitialised float32 tensor [...] with one value for each row of x [..., H], in the order of x's rows."""
+    shape = x.shape[:-1]
+    if x.is_contiguous():
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
+    return torch.empty_strided(shape, _row_value_strides(x.shape, x.stride()), dtype=torch.float32, device=x.device)
+
+
+@functools.lru_cache(maxsize=512)
+def _dense_strides(shape: Ints, strides: Ints) -> Ints:
+    return _strides_in_order(shape, (*_order_of_new(shape, strides), len(shape) - 1))
+
+
+@functools.lru_cache(maxsize=512)
+def _row_value_strides(shape: Ints, strides: Ints) -> Ints:
+    return _strides_in_order(shape[:-1], _order_of_new(shape, strides))
+
+
+def _order_of_new(shape: Ints, strides: Ints) -> Ints:
+    """That of the rows; of the dimensions where ``as_matrix`` views the tensor, so that it makes no copy."""
+    return row_order(strides) if len(shape) <= OUTER_DIMENSIONS + 1 else tuple(range(len(shape) - 1))
+
+
+def _strides_in_order(shape: Ints, order: Ints) -> Ints:
+    strides, next_stride = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], next_stride = next_stride, next_stride * max(shape[dim], 1)
+    return tuple(strides)
