@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from slothplug.ops.peft_lora.layer import Adapted, adapted
+from slothplug.ops.peft_lora.layer import LoraParts, read_lora
 from slothplug.patching.predicates import hooked
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.served import STATE, Served
@@ -97,7 +97,7 @@ def _saves_as_given(reader: nn.Module) -> bool:
     if stock_class(reader) is nn.Linear:
         return not hooked(reader)
     served: Served | None = reader.__dict__.get(STATE)
-    return served is not None and served.op == "lora" and isinstance(adapted(reader), Adapted)
+    return served is not None and served.op == "lora" and isinstance(read_lora(reader), LoraParts)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

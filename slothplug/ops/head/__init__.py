@@ -22,14 +22,13 @@ from torch import nn
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.cross_entropy import EpilogueStep
 from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
-from slothplug.kernels.lora import Precision
 from slothplug.ops.head import adapter as adapted_head
 from slothplug.ops.head.adapter import Parts
 from slothplug.ops.head.label_count import Bound, LabelCounts
 from slothplug.ops.head.lazy_logits import put_off
 from slothplug.ops.head.lazy_value import Product
 from slothplug.ops.head.statistics_policy import Readers
-from slothplug.ops.peft_lora.layer import key_of
+from slothplug.ops.peft_lora.layer import Precision, key_of
 from slothplug.patching.forward_context import current_forward
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.precision import seed_generators
