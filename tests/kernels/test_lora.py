@@ -140,8 +140,8 @@ def test_outputs_and_gradients_are_as_exact_as_pefts(case: Case, ranks: Sequence
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("bias", "b_bias"), [(True, False), (True, True)])
 def test_biases_are_added_once_and_trained(case: Case, bias: bool, b_bias: bool, device: torch.device) -> None:
-    # A rank of 2 gives dB rows of two elements, which may both be almost 0: a pool's largest relative error would depend
-    # on its draws more than on the kernel.
+    # A rank of 2 gives dB rows of two elements, which may both be almost 0: a pool's largest relative error would then
+    # depend on its draws more than on the kernel.
     assert_as_exact(lambda seed: draw(case, (8, 4), seed, device, bias=bias, b_bias=b_bias))
 
 
