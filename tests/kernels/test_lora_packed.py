@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from slothplug.exactness import assert_as_exact
-from slothplug.kernels.lora import Operand, Packed, lora_linear
+from slothplug.kernels.lora import DENSE, Dtypes, Operand, Packed, lora_linear
 
 K, ROWS = 24, 12
 OUT, SCALINGS = (40, 16, 8), (2.0, 0.75, 1.25)
@@ -27,6 +27,13 @@ class Case(NamedTuple):
     compute: torch.dtype
     adapter: torch.dtype
     autocast: torch.dtype | None = None
+
+    def dtypes(self, device: torch.device) -> Dtypes:
+        """PEFT's, whose output is autocast's only if autocast is on for CUDA."""
+        if self.autocast is None:
+            return Dtypes(self.compute, self.adapter, self.x)
+        output = torch.promote_types(self.x, self.autocast) if device.type == "cuda" else self.x
+        return Dtypes(self.autocast, self.autocast, output)
 
     @property
     def coarsest(self) -> torch.dtype:
@@ -59,11 +66,12 @@ def operands(case: Case, ranks: Sequence[int], bias: bool, device: torch.device)
     return [
         Operand(
             # Integers times a power of two: every dtype holds the weight exactly.
-            Packed(torch.randint(-8, 9, (OUT[i], K), device=device, dtype=torch.int8), 2.0**-5, unpack, case.compute),
+            torch.randint(-8, 9, (OUT[i], K), device=device, dtype=torch.int8),
             draw(OUT[i], dtype=case.compute) if bias else None,
             draw(rank, K, dtype=case.adapter),
             draw(OUT[i], rank, dtype=case.adapter),
             SCALINGS[i],
+            base=Packed(2.0**-5, unpack),
         )
         for i, rank in enumerate(ranks)
     ]
@@ -76,7 +84,7 @@ def rows(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def peft(x: torch.Tensor, o: Operand, compute: torch.dtype) -> torch.Tensor:
     """``peft.tuners.lora.bnb.Linear4bit.forward`` with bitsandbytes' ``Linear4bit.forward`` in it."""
-    weight = unpack(o.weight.stored, o.weight.state).to(compute)
+    weight = o.base.dequantize(o.weight, o.base.state).to(compute)
     result = F.linear(x.to(compute), weight, o.bias).to(x.dtype)
     if torch.is_autocast_enabled():  # for CUDA, on every device
         return result + F.linear(F.linear(x, o.a), o.b) * o.scaling
@@ -90,14 +98,17 @@ def outcome(ys: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor], le
 
 def named(x: torch.Tensor, ops: Sequence[Operand]) -> Tensors:
     fields = {f"{field}{i}": value for i, o in enumerate(ops) for field, value in o._asdict().items()}
-    return {"x": x} | {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    return {"x": x} | {
+        n: value for n, value in fields.items() if isinstance(value, torch.Tensor) and value.requires_grad
+    }
 
 
 def draw(case: Case, ranks: Sequence[int], bias: bool, seed: int, device: torch.device) -> Any:
     torch.manual_seed(seed)
     ops, x = operands(case, ranks, bias, device), rows(case.x, device)
+    ours = lora_linear(x, ops, case.dtypes(device))
     with torch.autocast(device.type, case.autocast) if case.autocast else nullcontext():
-        ours, stock = lora_linear(x, ops), [peft(x, o, case.compute) for o in ops]
+        stock = [peft(x, o, case.compute) for o in ops]
     grads = [torch.randn(y.shape, device=device).bfloat16() for y in stock]  # exact in every dtype but float16
     grads = [g.half().to(y.dtype) for g, y in zip(grads, stock, strict=True)]
     got, expected = outcome(ours, grads, named(x, ops)), outcome(stock, grads, named(x, ops))
@@ -109,7 +120,7 @@ def draw(case: Case, ranks: Sequence[int], bias: bool, seed: int, device: torch.
     x64, ops64 = double(x), [o._replace(bias=double(o.bias), a=double(o.a), b=double(o.b)) for o in ops]
     exact = []
     for o in ops64:
-        y = x64 @ (o.weight.stored.double() * o.weight.state).T + o.scaling * (x64 @ o.a.T @ o.b.T)
+        y = x64 @ (o.weight.double() * o.base.state).T + o.scaling * (x64 @ o.a.T @ o.b.T)
         exact.append(y if o.bias is None else y + o.bias)
     reference = outcome(exact, [g.double() for g in grads], named(x64, ops64))
 
@@ -137,8 +148,8 @@ def test_one_weight_at_a_time_is_unpacked_and_none_is_kept(device: torch.device)
         return weight
 
     case = CASES["bfloat16"]
-    ops = [o._replace(weight=o.weight._replace(unpack=noted)) for o in operands(case, (4, 2, 3), False, device)]
-    ys = lora_linear(rows(case.x, device), ops)
+    ops = [o._replace(base=Packed(o.base.state, noted)) for o in operands(case, (4, 2, 3), False, device)]
+    ys = lora_linear(rows(case.x, device), ops, case.dtypes(device))
     assert len(alive) == 3
     assert alive[-1].expired()
     torch.autograd.backward([y.sum() for y in ys])
@@ -153,16 +164,21 @@ def test_where_x_needs_no_gradient_the_backward_unpacks_nothing(device: torch.de
         calls.append(stored)
         return unpack(stored, scale)
 
-    (o,) = operands(CASES["float32"], (4,), False, device)
-    (y,) = lora_linear(rows(SINGLE, device).detach(), [o._replace(weight=o.weight._replace(unpack=noted))])
+    case = CASES["float32"]
+    (o,) = operands(case, (4,), False, device)
+    x = rows(SINGLE, device).detach()
+    (y,) = lora_linear(x, [o._replace(base=Packed(o.base.state, noted))], case.dtypes(device))
     y.sum().backward()
     assert len(calls) == 1
 
 
-def test_packed_and_other_weights_share_no_node(device: torch.device) -> None:
-    one, two = operands(CASES["float32"], (4, 4), False, device)
-    plain = one._replace(weight=unpack(one.weight.stored, one.weight.state))
-    other = two._replace(weight=two.weight._replace(dtype=BRAIN))
-    for pair in ((plain, two), (one, plain), (one, other)):
-        with pytest.raises(TypeError, match="packed weights share a node"):
-            lora_linear(rows(SINGLE, device), pair)
+def test_packed_and_dense_weights_can_share_a_node(device: torch.device) -> None:
+    case = CASES["bfloat16"]
+    one, two = operands(case, (4, 4), False, device)
+    dense = one._replace(weight=unpack(one.weight, one.base.state).to(case.x), base=DENSE)
+    x, leaves = rows(case.x, device), [one.a, one.b, two.a, two.b]
+    outcomes = []
+    for ops in ((one, two), (dense, two)):
+        ys = lora_linear(x, ops, case.dtypes(device))
+        outcomes.append((*ys, *torch.autograd.grad([y.sum() for y in ys], [x, *leaves])))
+    assert all(map(torch.equal, *outcomes))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import slothplug
-from slothplug.kernels.lora import Packed
 from slothplug.ops.peft_lora.four_bit import why_not_dtypes
 from slothplug.patching.served import STATE
 from tests.architectures.step import Step
@@ -294,12 +293,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 def test_dtypes_that_are_served(
     x: torch.dtype, computes_in: torch.dtype, was: torch.dtype, autocast: torch.dtype | None, served: bool
 ) -> None:
-    packed = Packed(torch.empty(0), bitsandbytes.functional.QuantState(None, dtype=was), _unpack, computes_in)
-    assert (why_not_dtypes(x, packed, autocast) is None) == served
-
-
-def _unpack(stored: torch.Tensor, state: Any) -> torch.Tensor:
-    raise AssertionError
+    assert (why_not_dtypes(x, computes_in, was, autocast) is None) == served
 
 
 def test_what_changes_after_the_patch_falls_back() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import slothplug
 from slothplug.hookspecs import hookimpl
-from slothplug.kernels.lora import lora_linear
+from slothplug.kernels.lora import Dtypes, lora_linear
 from slothplug.ops import lora
 from slothplug.patching.sites import Kernel
 from slothplug.plugins import plugin_manager
@@ -142,22 +142,22 @@ def test_five_steps_of_fused_adamw_equal_stock() -> None:
     assert {site.calls.served for site in report.fused} == {5}
 
 
-@pytest.mark.parametrize("fault", ["scale", "gradient", "other outputs", "other gradients", "lowered"])
+@pytest.mark.parametrize("fault", ["scale", "gradient", "other outputs", "other gradients", "factors"])
 def test_a_kernel_that_computes_something_else_is_refused(fault: str) -> None:
-    def wrong(x: torch.Tensor, operands: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    def wrong(x: torch.Tensor, operands: Any, dtypes: Dtypes, **options: Any) -> tuple[torch.Tensor, ...]:
         if fault == "scale":
-            return lora_linear(x, [o._replace(scaling=o.scaling * 1.01) for o in operands], **options)
+            return lora_linear(x, [o._replace(scaling=o.scaling * 1.01) for o in operands], dtypes, **options)
         if fault == "other outputs":
-            first, *others = lora_linear(x, operands, **options)
+            first, *others = lora_linear(x, operands, dtypes, **options)
             return (first, *(output * 1.01 for output in others))
         if fault == "other gradients":
             first, *others = operands
-            return lora_linear(x, [first, *(o._replace(b=o.b.detach()) for o in others)], **options)
-        if fault == "lowered":
-            lowered = options.pop("lowered")
-            lowered = lowered and [(a * 1.5, b) for a, b in lowered]
-            return lora_linear(x, operands, lowered=lowered, **options)
-        return lora_linear(x, [o._replace(a=o.a.detach()) for o in operands], **options)
+            return lora_linear(x, [first, *(o._replace(b=o.b.detach()) for o in others)], dtypes, **options)
+        if fault == "factors":
+            factors = options.pop("factors")
+            factors = factors and factors._replace(a=factors.a * 1.5)
+            return lora_linear(x, operands, dtypes, factors=factors, **options)
+        return lora_linear(x, [o._replace(a=o.a.detach()) for o in operands], dtypes, **options)
 
     class Plugin:
         @hookimpl
@@ -172,7 +172,7 @@ def test_a_kernel_that_computes_something_else_is_refused(fault: str) -> None:
     finally:
         plugin_manager().unregister(plugin)
     assert not report.fused
-    expected = {"scale": "base torch.float32", "gradient": "base torch.float32", "lowered": "autocast on"}
+    expected = {"scale": "base torch.float32", "gradient": "base torch.float32", "factors": "autocast on"}
     assert all(expected.get(fault, "siblings, base torch.float32") in site.reason for site in report.left)
 
 

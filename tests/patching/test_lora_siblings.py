@@ -184,8 +184,8 @@ def test_a_deep_copy_uses_its_own_weights_and_siblings() -> None:
     for one in (fast, duplicate):
         names = ("q_proj", "k_proj", "v_proj")
         own = [layer(one, f"layers.0.self_attn.{name}") for name in names]
-        group = own[0].__dict__[STATE].spec.group
-        assert all(module.__dict__[STATE].spec.group is group for module in own)
+        group = own[0].__dict__[STATE].spec.member.group
+        assert all(module.__dict__[STATE].spec.member.group is group for module in own)
         assert [reference() for reference in group.modules] == own
 
 

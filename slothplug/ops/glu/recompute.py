@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from slothplug.ops.peft_lora.layer import Adapted, adapted
+from slothplug.ops.peft_lora.layer import LoraParts, read_lora
 from slothplug.patching.eligibility import Watch
 from slothplug.patching.predicates import hooked
 from slothplug.patching.private_class import stock_class
@@ -127,7 +127,7 @@ def _saves_unmodified(last: nn.Module) -> bool:
     if stock_class(last) is nn.Linear:
         return not hooked(last)
     served: Served | None = last.__dict__.get(STATE)
-    return served is not None and served.op == "lora" and isinstance(adapted(last), Adapted)
+    return served is not None and served.op == "lora" and isinstance(read_lora(last), LoraParts)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:

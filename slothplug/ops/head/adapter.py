@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from slothplug.kernels.linear_cross_entropy import LowRank
-from slothplug.kernels.lora import DTYPES, Packed, Precision
-from slothplug.ops.lora.probe import SMALL_IN, regimes, small_twin
-from slothplug.ops.peft_lora.layer import Adapted, adapted, peft_layers, probed_adapter, refusal_of
+from slothplug.kernels.lora import DTYPES
+from slothplug.ops.peft_lora.layer import LoraParts, Precision, peft_layers, probed_adapter, read_lora, refusal_of
+from slothplug.ops.peft_lora.twins import SMALL_IN, regimes, small_twin
 from slothplug.patching.predicates import device_of, hooked, plain
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal
@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
-    adapter: Adapted | None = None
+    adapter: LoraParts | None = None
 
 
 def is_lora(head: nn.Module) -> bool:
@@ -54,12 +54,12 @@ def parts_of(module: nn.Module) -> Parts | Refusal:
         if hooked(base) or stock_class(base) is not nn.Linear:
             return Refusal("adapters are disabled, and the base layer is no plain linear layer or has hooks")
         return Parts(base._parameters.get("weight"), base._parameters.get("bias"))
-    found = adapted(module, hooks_on_itself=True)
+    found = read_lora(module, hooks_on_itself=True)
     if isinstance(found, Refusal):
         return found
     if found.operand.b_bias is not None:
         return Refusal("the adapter's second layer has a bias")
-    if isinstance(found.operand.weight, Packed):
+    if found.compute_dtype is not None:
         return Refusal("its weight is packed")
     return Parts(found.operand.weight, found.operand.bias, found)
 
@@ -69,7 +69,7 @@ def merged(module: nn.Module) -> tuple[str, ...]:
     return tuple(module.__dict__["merged_adapters"])
 
 
-def why_not_adapter(found: Adapted, weight: torch.Tensor, hidden: torch.Tensor) -> Refusal | None:
+def why_not_adapter(found: LoraParts, weight: torch.Tensor, hidden: torch.Tensor) -> Refusal | None:
     """Why these tensors go PEFT's way."""
     if found.operand.scaling == 0:
         return Refusal("the adapter's scaling is 0")  # a product times 0 is skipped, and may have been nan
@@ -83,7 +83,7 @@ def why_not_adapter(found: Adapted, weight: torch.Tensor, hidden: torch.Tensor) 
     return None
 
 
-def low_rank_of(found: Adapted, hidden: torch.Tensor, precision: Precision) -> LowRank:
+def low_rank_of(found: LoraParts, hidden: torch.Tensor, precision: Precision) -> LowRank:
     """The adapter's share of the logits of ``hidden`` [..., H]: casts, dropout's mask and ``A`` as PEFT has them."""
     a, b = found.operand.a, found.operand.b
     x = hidden.to(a.dtype)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from slothplug.kernels.linear_cross_entropy import LowRank
-from slothplug.kernels.lora import Precision
 from slothplug.ops.head import adapter
 from slothplug.ops.head.adapter import Parts
 from slothplug.ops.head.head_call import HeadCall
 from slothplug.ops.head.label_count import LabelCounts
 from slothplug.ops.head.lazy_logits import put_off
 from slothplug.ops.head.statistics_policy import StatisticsPolicy
+from slothplug.ops.peft_lora.layer import Precision
 from slothplug.patching.forward_context import current_forward
 from slothplug.patching.predicates import OTHER_ARGUMENTS, plain, why_not_input
 from slothplug.patching.private_class import is_patched

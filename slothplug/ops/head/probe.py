@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from slothplug.kernels.cross_entropy import EpilogueStep
-from slothplug.kernels.lora import Precision
 from slothplug.ops.head import adapter
 from slothplug.ops.head.forward import HeadSpec, head_call_of
 from slothplug.ops.head.head_call import HeadCall
 from slothplug.ops.head.label_count import LabelCounts
 from slothplug.ops.head.lazy_logits import put_off
 from slothplug.ops.head.statistics_policy import StatisticsPolicy
+from slothplug.ops.peft_lora.layer import Precision
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.precision import seed_generators
 from slothplug.patching.predicates import device_of, dtype_of

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from slothplug.kernels.lora import Dtypes, Operand
+from slothplug.ops.lora.dtypes import Autocast
 from slothplug.patching.forward_context import ForwardContext, current_forward
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.private_class import stock_class
@@ -116,15 +118,65 @@ def _attends_across(parent: str, model: nn.Module) -> bool:
     return any(word in name.lower() for name in names for word in _CROSS_ATTENTION)
 
 
-class Kept(NamedTuple):
-    """An output that waits for its module.
+class State(NamedTuple):
+    """What must be equal when an output is computed and when it is collected.
 
-    ``inputs`` are what it was computed from beside the shared input, compared by identity (tensors) or equality.
+    A call of the model, or a backward pass (which recomputes), bounds the time in which weights stay what they are. On
+    another stream than the one that computes it, an output might be read before it is written.
+
+    Attributes:
+        span: the outermost call, or the number of the backward pass; -1 outside of both.
+        stream: the current CUDA stream; None on other devices.
+    """
+
+    span: ForwardContext | int
+    grad: bool
+    inference: bool
+    autocast: Autocast
+    stream: int | None
+
+    @classmethod
+    def now(cls, context: ModelContext, device: torch.device, autocast: Autocast) -> State:
+        return cls(
+            current_forward(context) or torch._C._current_graph_task_id(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            autocast,
+            torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None,
+        )
+
+
+class Kept(NamedTuple):
+    """An output that waits for its module, and what it was computed from beside the shared input.
+
+    Attributes:
+        versions: of the operand's tensors, if nothing bounds the time between two siblings' calls; else empty.
     """
 
     output: torch.Tensor
-    inputs: tuple[Any, ...]
+    operand: Operand
+    dtypes: Dtypes
+    versions: tuple[int | None, ...]
     calls: Calls
+
+    @classmethod
+    def of(cls, output: torch.Tensor, operand: Operand, dtypes: Dtypes, state: State, calls: Calls) -> Kept:
+        return cls(output, operand, dtypes, _versions(operand, state), calls)
+
+    def is_of(self, operand: Operand, dtypes: Dtypes, state: State) -> bool:
+        """True if the output is still what ``operand`` computes."""
+        same = self.operand is operand or all(map(_same, self.operand, operand))
+        return same and self.dtypes == dtypes and self.versions == _versions(operand, state)
+
+
+def _versions(operand: Operand, state: State) -> tuple[int | None, ...]:
+    if state.span != -1:
+        return ()
+    return tuple(None if t.is_inference() else t._version for t in operand if isinstance(t, torch.Tensor))
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or (not isinstance(one, torch.Tensor) and one == other)
 
 
 class _Round(NamedTuple):
@@ -133,7 +185,7 @@ class _Round(NamedTuple):
     group: Group
     x: weakref.ref[torch.Tensor]
     version: int
-    state: tuple[Any, ...]
+    state: State
     kept: dict[int, Kept]
 
     def drop(self) -> None:
@@ -156,39 +208,21 @@ def shareable(x: torch.Tensor) -> bool:
     return not x.is_inference()
 
 
-def state_now(context: ModelContext, device: torch.device) -> tuple[Any, ...]:
-    """What must be equal when an output is computed and when it is collected.
-
-    A call of the model, or a backward pass (which recomputes), bounds the time in which weights stay what they are. On
-    another stream than the one that computes it, an output might be read before it is written.
-    """
-    span = current_forward(context) or torch._C._current_graph_task_id()
-    kind = device.type
-    return (
-        span,
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch._C._cuda_getCurrentRawStream(device.index) if kind == "cuda" else None,
-    )
-
-
-def collect(member: Member, x: torch.Tensor, inputs: tuple[Any, ...], state: tuple[Any, ...]) -> Kept | bool:
-    """The output kept for ``member``; False where it should compute with its siblings, True where it should alone."""
+def collect(member: Member, x: torch.Tensor, operand: Operand, dtypes: Dtypes, state: State) -> Kept | bool:
+    """The output kept for ``member``; False if it should compute with its siblings, True if it should alone."""
     current = _local.round
     if current is None or current.group is not member.group:
         return False
     kept = current.kept.pop(member.index, None)
     if kept is None or current.state != state:
         return False
-    if current.x() is x and current.version == x._version and _same(kept.inputs, inputs):
+    if current.x() is x and current.version == x._version and kept.is_of(operand, dtypes, state):
         return kept
     kept.calls.fallbacks[ANOTHER_INPUT] += 1
     return True
 
 
-def keep(member: Member, x: torch.Tensor, state: tuple[Any, ...], kept: dict[int, Kept]) -> None:
+def keep(member: Member, x: torch.Tensor, state: State, kept: dict[int, Kept]) -> None:
     """Keeps outputs for the siblings of ``member``, by index, until they are collected or another group computes.
 
     The end of the call, or of the backward pass that recomputes, drops what is left. Where a part of the model is
@@ -196,7 +230,7 @@ def keep(member: Member, x: torch.Tensor, state: tuple[Any, ...], kept: dict[int
     """
     clear()
     current = _local.round = _Round(member.group, weakref.ref(x), x._version, state, kept)
-    span = state[0]
+    span = state.span
     if not isinstance(span, ForwardContext):
         if span != -1:
             # Backward may end on another thread than it recomputes on.
@@ -216,7 +250,3 @@ def clear() -> None:
 def _end() -> None:
     _local.clears_at_end_of = None
     clear()
-
-
-def _same(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
-    return all(a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(one, two, strict=True))

@@ -13,15 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from slothplug.kernels.lora import DTYPES, Packed
+from slothplug.kernels.lora import DTYPES, Dequantize, Packed
+from slothplug.patching.eligibility import Watch
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal
 
 PEFT_LAYER = "peft.tuners.lora.bnb"
 
+REPACKED = Refusal(
+    "bitsandbytes has repacked its weight for evaluation on this CPU; model.state_dict() restores the format"
+)
+_REPACKS = Refusal("an evaluation without gradients, for which bitsandbytes repacks the weight on this CPU")
+_FEW_TOKENS = Refusal("few tokens without gradients, for which bitsandbytes has kernels that do not unpack the weight")
+
+# On GPUs bitsandbytes multiplies few rows by a packed weight and unpacks it for more. Where it changes over depends on
+# shape and GPU: 0.50's own table (backends/cuda/ops.py) says 64 rows for the larger weights on an H200.
+_FEW_ROWS = 64
+
 
 def is_four_bit(base: nn.Module) -> bool:
-    """Whether ``base`` is one of bitsandbytes' own 4-bit linear layers."""
+    """True if ``base`` is one of bitsandbytes' own 4-bit linear layers."""
     library = sys.modules.get("bitsandbytes")
     if library is None:
         return False
@@ -29,7 +40,7 @@ def is_four_bit(base: nn.Module) -> bool:
 
 
 def peft_class() -> type[nn.Module] | None:
-    """PEFT's LoRA layer for 4-bit base layers, where PEFT has loaded it."""
+    """PEFT's LoRA layer for 4-bit base layers, or None if PEFT has not imported it."""
     return getattr(sys.modules.get(PEFT_LAYER), "Linear4bit", None)
 
 
@@ -43,33 +54,32 @@ def why_not_packed(base: Any) -> Refusal | None:
     if state is None:
         return Refusal("its weight is not quantised yet")
     if getattr(state, "packing_format_for_cpu", False):
-        return Refusal(
-            "bitsandbytes has repacked its weight for evaluation on this CPU; model.state_dict() restores the format"
-        )
+        return REPACKED
     # dequantize_4bit transposes a weight of one row; bitsandbytes' own forward reshapes that weight first.
     if weight.shape[0] == 1 or len(state.shape) != 2:
         return Refusal("its weight is packed in another format")
     return None
 
 
-def repacks(base: Any, x: torch.Tensor) -> bool:
-    """Whether bitsandbytes' forward of ``base`` on ``x`` multiplies by a repacked weight.
+def why_not_call(base: Any, x: torch.Tensor) -> Refusal | None:
+    """Why bitsandbytes would not answer a call of ``base`` with ``x`` by a product with the dequantised weight.
 
     On CPUs with AVX512-BF16, an evaluation without gradients repacks the weight in place, rounds its block scales to
-    bfloat16 and multiplies in bfloat16. The result is that of another product than the one by the unpacked weight.
+    bfloat16 and multiplies in bfloat16. A weight that is repacked stays so until it is saved, and has no gradient then.
     """
-    return (
-        x.device.type == "cpu"
-        and not base.training
-        and not x.requires_grad
-        and base.__dict__.get("support_avx512bf16_for_cpu", False)
-    )
+    if base._parameters["weight"].quant_state.__dict__.get("packing_format_for_cpu"):
+        return REPACKED
+    if x.device.type == "cpu":
+        evaluates = not base.training and not x.requires_grad
+        return _REPACKS if evaluates and base.__dict__.get("support_avx512bf16_for_cpu") else None
+    few = not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * x.shape[-1]
+    return _FEW_TOKENS if few and x.device.type == "cuda" else None
 
 
-def packed_weight(base: Any) -> Packed | Refusal:
-    """The base layer's weight as the kernel takes it now.
+def why_not_now(base: Any) -> Refusal | None:
+    """Why the base layer's weight cannot be multiplied by in this call.
 
-    bitsandbytes' own forward settles ``compute_dtype`` and the bias's dtype when it is called first.
+    bitsandbytes' own forward chooses ``compute_dtype`` and the bias's dtype in its first call.
     """
     if refusal := why_not_packed(base):
         return refusal
@@ -78,10 +88,31 @@ def packed_weight(base: Any) -> Packed | Refusal:
     bias = base._parameters.get("bias")
     if bias is not None and bias.dtype is not base.compute_dtype:
         return Refusal(f"its bias is {bias.dtype} still, and its base layer computes in {base.compute_dtype}")
-    weight = base._parameters["weight"]
-    return Packed(
-        weight, weight.quant_state, sys.modules["bitsandbytes"].functional.dequantize_4bit, base.compute_dtype
-    )
+    return None
+
+
+def watch_four_bit(base: Any, watch: Watch) -> None:
+    """Notes what ``why_not_now`` and ``packed`` read from a 4-bit base layer, beside its parameters."""
+    if not is_four_bit(base):
+        return
+    watch.item(base.__dict__, "compute_type_is_set")
+    watch.item(base.__dict__, "compute_dtype")
+    weight = base._parameters.get("weight")
+    if weight is not None and not watch.absent(weight.__dict__, "quant_state"):
+        state = watch.item(weight.__dict__, "quant_state").__dict__
+        if not watch.absent(state, "packing_format_for_cpu"):
+            watch.item(state, "packing_format_for_cpu")
+
+
+def packed(base: Any, dequantize: Dequantize | None = None) -> Packed:
+    """How the kernel multiplies by the base layer's weight; by default with bitsandbytes' own function."""
+    return Packed(base._parameters["weight"].quant_state, dequantize or bitsandbytes_dequantize())
+
+
+def bitsandbytes_dequantize() -> Dequantize:
+    """``dequantize_4bit(stored, state)``."""
+    function: Dequantize = sys.modules["bitsandbytes"].functional.dequantize_4bit
+    return function
 
 
 def computes_in(base: Any) -> torch.dtype:
@@ -90,17 +121,23 @@ def computes_in(base: Any) -> torch.dtype:
     return dtype or torch.float32
 
 
-def why_not_dtypes(x: torch.dtype, weight: Packed, autocast: torch.dtype | None) -> Refusal | None:
+def why_not_dtypes(
+    x: torch.dtype, compute: torch.dtype, dequantized: torch.dtype, autocast: torch.dtype | None
+) -> Refusal | None:
     """Why an input of dtype ``x`` is not multiplied here as bitsandbytes does.
 
-    Its product is subject to autocast. Where two 16-bit dtypes meet, it rounds to one after the other.
+    Its product is subject to autocast. If two 16-bit dtypes meet, it rounds to one after the other.
+
+    Args:
+        compute: the layer's ``compute_dtype``.
+        dequantized: the dtype that the weight had before it was quantised.
     """
-    product = weight.dtype if autocast is None else autocast
-    if not {x, weight.dtype} <= {product, torch.float32} and not (autocast is None and weight.dtype is torch.float32):
-        return Refusal(f"input of {x}, base layer that computes in {weight.dtype}, autocast in {autocast}")
-    if is_coarser(weight.state.dtype, product):
+    product = compute if autocast is None else autocast
+    if not {x, compute} <= {product, torch.float32} and not (autocast is None and compute is torch.float32):
+        return Refusal(f"input of {x}, base layer that computes in {compute}, autocast in {autocast}")
+    if is_coarser(dequantized, product):
         # It unpacks to compute_dtype for the forward since 0.50, and to the weight's former dtype for the backward.
-        return Refusal(f"its weight was {weight.state.dtype}, and its base layer computes in {product}")
+        return Refusal(f"its weight was {dequantized}, and its base layer computes in {product}")
     return None
 
 
@@ -109,7 +146,7 @@ def is_coarser(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def key_of(base: Any) -> Hashable:
-    """All that decides what a twin of ``base`` computes."""
+    """Everything that decides what a twin of ``base`` computes."""
     weight = base.weight
     return base.compute_dtype, weight.quant_type, weight.compress_statistics, weight.quant_state.dtype
 

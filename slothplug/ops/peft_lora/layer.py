@@ -1,34 +1,39 @@
-"""PEFT's LoRA layer: whether it is of the kind that can be served, and what a call reads from it in the plain case."""
+"""PEFT's LoRA layer: whether it is of the kind that can be served, and what a call reads from it in the plain case.
+
+The plain case is one active adapter that is plain LoRA and not merged, on a base layer without hooks. PEFT and its
+users change all of that between calls.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from slothplug.kernels.lora import Operand, Packed
+from slothplug.kernels.lora import DENSE, BaseWeight, Dequantize, Operand
 from slothplug.ops.peft_lora import four_bit
-from slothplug.ops.peft_lora.four_bit import is_four_bit, packed_weight, peft_class, why_not_packed
-from slothplug.patching.predicates import dtype_of, hooked, why_not_touchable
+from slothplug.ops.peft_lora.four_bit import is_four_bit, peft_class, why_not_packed
+from slothplug.patching.predicates import dtype_of, hooked, plain, why_not_touchable
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
-_WEIGHTS = _PLAIN | {Packed}
+Precision = Literal["peft", "compute"]
+"""The setting ``lora_precision``: adapters multiply in PEFT's dtypes, or in their input's."""
+
 _DROPOUTS = frozenset({nn.Identity, nn.Dropout})
 
 
 def peft_layers() -> Any:
-    """PEFT's module of LoRA layers, or None where nobody has imported it: then no model has such a layer."""
+    """PEFT's module of LoRA layers, or None if it is not imported: then no model has such a layer."""
     return sys.modules.get("peft.tuners.lora.layer")
 
 
 def refusal_of(module: Any, linear: type[nn.Module], four_bit_too: bool = True) -> Refusal | None:
-    """Why a LoRA layer cannot be served in any state that it may come into later. ``linear`` is PEFT's plain one."""
+    """Why a LoRA layer cannot be served, whatever its state in a later call. ``linear`` is PEFT's plain class."""
     base = module.base_layer
     packed = four_bit_too and is_four_bit(base)
     if not packed and stock_class(base) is not nn.Linear:
@@ -58,7 +63,7 @@ def refusal_of(module: Any, linear: type[nn.Module], four_bit_too: bool = True) 
 
 
 def probed_adapter(module: Any) -> str | None:
-    """The adapter that stands for the layer at patch time: an active one if possible, and never a variant."""
+    """The adapter that is probed at patch time: an active one if there is one, and never a variant."""
     names = [name for name in (*module.active_adapters, *module.lora_A) if name in module.lora_A]
     return next((name for name in names if name not in module.lora_variant), None)
 
@@ -78,81 +83,139 @@ def key_of(module: Any) -> Hashable:
     )
 
 
-class Adapted(NamedTuple):
-    """What a call reads from a LoRA layer in the plain case."""
+class LoraParts(NamedTuple):
+    """What a call reads from a LoRA layer in the plain case.
+
+    Attributes:
+        operand: weights, biases, scaling.
+        dropout: the ``nn.Dropout`` in front of A, or None. It may be inactive; see ``active_dropout``.
+        compute_dtype: a 4-bit base layer's own; None for an ``nn.Linear``.
+    """
 
     operand: Operand
     dropout: nn.Module | None
-    """The dropout to be called, or None where it does nothing."""
-    factors: tuple[nn.Module, nn.Module]
-    """The layers that hold A and B."""
+    compute_dtype: torch.dtype | None
 
 
-def adapted(module: nn.Module, hooks_on_itself: bool = False) -> Adapted | Refusal:
+def read_lora(
+    module: nn.Module, hooks_on_itself: bool = False, dequantize: Dequantize | None = None
+) -> LoraParts | Refusal:
     """The parts of a LoRA layer in the plain case, or why this is not the plain case.
 
-    With ``hooks_on_itself``, the plain case may have hooks around the layer's forward, though not on its parts.
+    Args:
+        module: PEFT's layer, of a class that ``refusal_of`` accepts.
+        hooks_on_itself: True if the plain case may have hooks around the layer's forward, though not on its parts.
+        dequantize: the kernel for 4-bit weights; bitsandbytes' own by default.
+    """
+    if refusal := why_not_in_this_mode(module.__dict__):
+        return refusal
+    name = active_adapter(module)
+    return name if isinstance(name, Refusal) else parts_of_adapter(module, name, hooks_on_itself, dequantize)
 
-    Reads ``__dict__`` and ``_modules`` directly: attribute look-ups of nn.Module would cost more than all the rest.
+
+def why_not_in_this_mode(own: dict[str, Any]) -> Refusal | None:
+    """Why a layer whose ``__dict__`` is ``own`` does not add its adapter's output."""
+    if own["_disable_adapters"]:
+        return _DISABLED
+    return _MERGED if own["merged_adapters"] else None
+
+
+_DISABLED, _MERGED = Refusal("adapters are disabled"), Refusal("the adapter is merged")
+
+
+def active_dropout(dropout: nn.Module | None) -> nn.Module | None:
+    """``dropout`` if it changes its input now."""
+    if dropout is None:
+        return None
+    own = dropout.__dict__
+    return dropout if own["training"] and own["p"] > 0 else None
+
+
+def active_adapter(module: nn.Module) -> str | Refusal:
+    """The name of the only adapter of ``module`` that is active, whether it is a variant or not.
+
+    Reads ``__dict__`` and ``_modules`` directly, as all functions below do: attribute look-ups of nn.Module would cost
+    more than all the rest.
     """
     own = module.__dict__
-    if own["_disable_adapters"]:
-        return Refusal("adapters are disabled")
-    if own["merged_adapters"]:
-        return Refusal("the adapter is merged")
-    modules = own["_modules"]
-    firsts = modules["lora_A"]._modules
-    name = own["_active_adapter"]
-    if type(name) is not str:
-        names = [each for each in name if each in firsts]
-        if len(names) != 1:
-            return Refusal("no adapter is active" if not names else "several adapters are active")
-        name = names[0]
-    elif name not in firsts:
-        return Refusal("no adapter is active")
+    present, active = own["_modules"]["lora_A"]._modules, own["_active_adapter"]
+    names = [name for name in ((active,) if type(active) is str else active) if name in present]
+    if len(names) == 1:
+        return names[0]
+    return Refusal("several adapters are active" if names else "no adapter is active")
+
+
+def parts_of_adapter(
+    module: nn.Module, name: str, hooks_on_itself: bool = False, dequantize: Dequantize | None = None
+) -> LoraParts | Refusal:
+    """As ``read_lora``, for the adapter ``name``, whether adapters are enabled and merged or not."""
+    own = module.__dict__
     if name in own["lora_variant"]:
         return Refusal(f"the adapter is no plain LoRA ({type(own['lora_variant'][name]).__name__})")
-    base, first = modules["base_layer"], firsts[name]
-    second, dropout = modules["lora_B"]._modules[name], modules["lora_dropout"]._modules[name]
-    if type(first) is not nn.Linear or type(second) is not nn.Linear:
-        return Refusal("a part of it is not an nn.Linear")
-    # An output layer that was patched before PEFT wrapped it is one still.
-    packed = type(base) is not nn.Linear and is_four_bit(base)
-    if type(base) is not nn.Linear and stock_class(base) is not nn.Linear and not packed:
-        return Refusal("a part of it is not an nn.Linear")
+    base, first, second, dropout = parts = modules_of(module, name)
     if torch_module._has_any_global_hook():
         return Refusal("hooks on every module are set")
     if (not hooks_on_itself and hooked(module)) or hooked(base) or hooked(first) or hooked(second):
         return Refusal("it or a part of it has hooks, or a forward set by somebody else")
-    active_dropout = None
-    if type(dropout) is nn.Dropout:
-        if dropout.__dict__["training"] and dropout.__dict__["p"] > 0:
-            active_dropout = dropout
-    elif type(dropout) is not nn.Identity:
-        return Refusal(f"its dropout is a {type(dropout).__name__}")
-    if active_dropout is None and hooked(dropout):
-        return Refusal("its dropout has hooks")
+    if refusal := _why_not_parts(*parts):
+        return refusal
     if not own.get("cast_input_dtype_enabled", True):
         return Refusal("casting of the adapter's input is switched off")
-    weight = packed_weight(base) if packed else base._parameters.get("weight")
-    if isinstance(weight, Refusal):
-        return weight
-    return _operand(weight, base, first, second, own["scaling"][name], active_dropout)
+    base_weight: BaseWeight = DENSE
+    compute_dtype = None
+    if not _is_linear(base):
+        if not is_four_bit(base):
+            return _NO_LINEAR
+        if refusal := four_bit.why_not_now(base):
+            return refusal
+        base_weight, compute_dtype = four_bit.packed(base, dequantize), base.compute_dtype
+    operand = _operand(base_weight, base, first, second, own["scaling"][name])
+    if isinstance(operand, Refusal):
+        return operand
+    return LoraParts(operand, dropout if type(dropout) is nn.Dropout else None, compute_dtype)
+
+
+def modules_of(module: nn.Module, name: str) -> tuple[Any, Any, Any, Any]:
+    """Base layer, A, B and dropout of the adapter ``name``."""
+    modules: dict[str, Any] = module._modules
+    return (
+        modules["base_layer"],
+        modules["lora_A"]._modules[name],
+        modules["lora_B"]._modules[name],
+        modules["lora_dropout"]._modules[name],
+    )
+
+
+def _why_not_parts(base: nn.Module, first: nn.Module, second: nn.Module, dropout: nn.Module) -> Refusal | None:
+    if type(first) is not nn.Linear or type(second) is not nn.Linear:
+        return _NO_LINEAR
+    if type(dropout) not in _DROPOUTS:
+        return Refusal(f"its dropout is a {type(dropout).__name__}")
+    return Refusal("its dropout has hooks") if hooked(dropout) else None
+
+
+_NO_LINEAR = Refusal("a part of it is not an nn.Linear")
+
+
+def _is_linear(base: nn.Module) -> bool:
+    # An output layer that was patched before PEFT wrapped it has a private class.
+    return type(base) is nn.Linear or stock_class(base) is nn.Linear
 
 
 def _operand(
-    weight: Any, base: nn.Module, first: nn.Module, second: nn.Module, scaling: object, dropout: nn.Module | None
-) -> Adapted | Refusal:
+    base_weight: BaseWeight, base: nn.Module, first: nn.Module, second: nn.Module, scaling: object
+) -> Operand | Refusal:
     base_parameters, second_parameters = base._parameters, second._parameters
+    weight: Any = base_parameters.get("weight")
     a: Any = first._parameters.get("weight")
     b: Any = second_parameters.get("weight")
     bias, b_bias = base_parameters.get("bias"), second_parameters.get("bias")
-    if type(weight) not in _WEIGHTS or type(a) not in _PLAIN or type(b) not in _PLAIN:
+    if not (plain(weight) or base_weight is not DENSE) or not plain(a) or not plain(b):
         return Refusal("its weights are sharded, quantised or elsewhere")
-    if (bias is not None and type(bias) not in _PLAIN) or (b_bias is not None and type(b_bias) not in _PLAIN):
+    if not (bias is None or plain(bias)) or not (b_bias is None or plain(b_bias)):
         return Refusal("its biases are sharded, quantised or elsewhere")
     if first._parameters.get("bias") is not None:
         return Refusal("the adapter's first layer has a bias")
     if not isinstance(scaling, (float, int)):
         return Refusal(f"its scaling is a {type(scaling).__name__}")
-    return Adapted(Operand(weight, bias, a, b, scaling, b_bias), dropout, (first, second))
+    return Operand(weight, bias, a, b, scaling, b_bias, base_weight)
