@@ -19,7 +19,7 @@ def preserved_rng() -> Iterator[None]:
 
 @contextmanager
 def full_float32_products() -> Iterator[None]:
-    """Disables TF32, and bfloat16 on CPUs, for float32 matrix products: with them two ways to one result differ by 1e-3.
+    """Disables TF32, and bfloat16 on CPUs, for float32 products: with them two ways to one result differ by 1e-3.
 
     Trainers allow it for a whole run (Axolotl wherever the GPU has it, transformers with ``tf32=True``).
 
