@@ -83,7 +83,7 @@ def test_no_circle() -> None:
 
 
 def test_the_core_names_no_operation() -> None:
-    """Descriptions and messages may give an operation as an example; code may not compare with its name."""
+    """A description may give an operation as an example; code may not compare with its name or import it."""
     core = [module for module in MODULES if module.startswith("slothplug.patching.")]
     core += [f"slothplug.{name}" for name in ("plugins", "hookspecs", "settings")]
     wrong = []

@@ -1,4 +1,4 @@
-"""One folder a framework: each translates its configuration and its moment into ``slothplug.patch``. No kernel code.
+"""One package for each framework: it reads the framework's settings and calls ``slothplug.patch`` at the right time.
 
-The files beside the folders are what several of them need.
+The modules beside the packages are shared by several of them. There is no kernel code here.
 """

@@ -1,4 +1,4 @@
-"""A framework's function wrapped where it lives, once, in a way that can be taken back."""
+"""Wraps a function of a framework in its own module, once, and restores it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MARK = "_slothplug_original"
 
 
 def wrap(home: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces ``home.name`` by ``make(home.name)``. Does nothing where that is done."""
+    """Replaces ``home.name`` by ``make(home.name)``. Does nothing if it is wrapped."""
     module = sys.modules[home]
     original = getattr(module, name)
     if not hasattr(original, _MARK):
@@ -20,7 +20,7 @@ def wrap(home: str, name: str, make: Callable[[Callable[..., Any]], Callable[...
 
 
 def unwrap(home: str, name: str) -> None:
-    """Puts back what ``wrap`` replaced. Does nothing where nothing was."""
+    """Puts back what ``wrap`` replaced. Does nothing if it is not wrapped."""
     module = sys.modules.get(home)
     original = getattr(getattr(module, name, None), _MARK, None)
     if original is not None:

@@ -1,4 +1,4 @@
-"""Recognises a model that somebody else's kernels already changed: two patches are never stacked."""
+"""Recognises a model that another project's kernels already changed: two patches are never stacked."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PROJECTS = {
 }
 
 _HARMLESS = "liger_kernel.transformers.layer_norm"
-"""A replacement that does the work of no operation here."""
+"""A replacement for which slothplug has no operation."""
 
 
 @hookimpl
 def slothplug_conflicts(model: nn.Module, settings: Settings) -> Iterator[str]:
     seen: set[str] = set()
     for name, module in model.named_modules():
-        for where in _homes(module):
+        for where in _origins(module):
             project, switch = _PROJECTS.get(where.partition(".")[0], ("", ""))
             if project and project not in seen and _competes(where, settings):
                 seen.add(project)
@@ -41,17 +41,18 @@ def slothplug_conflicts(model: nn.Module, settings: Settings) -> Iterator[str]:
 def _competes(where: str, settings: Settings) -> bool:
     """Whether a change from Python module ``where`` does what slothplug was asked to do.
 
-    A replacement that operations name as their competitor may do what is left out here. All others compete.
+    A replacement that operations name as a competitor conflicts only if one of these operations is wanted. Every other
+    replacement conflicts.
     """
-    rivals = [operation.name for operation in operations() if _is_below(where, operation.competitors)]
-    return any(map(settings.wants, rivals)) if rivals else not _is_below(where, (_HARMLESS,))
+    competing = [operation.name for operation in operations() if _is_below(where, operation.competitors)]
+    return any(map(settings.wants, competing)) if competing else not _is_below(where, (_HARMLESS,))
 
 
 def _is_below(where: str, prefixes: tuple[str, ...]) -> bool:
     return any(where == prefix or where.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _homes(module: nn.Module) -> Iterator[str]:
+def _origins(module: nn.Module) -> Iterator[str]:
     """The Python modules that a module's forward, and functions set on the instance, come from."""
     base = stock_class(module)
     yield base.__module__

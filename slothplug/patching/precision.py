@@ -1,4 +1,4 @@
-"""Modes in which probes run: seeds of their own, no autocast, no TF32; all is put back afterwards."""
+"""Modes in which probes run: fixed seeds, no autocast, no TF32. The user's modes are restored afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Seeds for a probe; afterwards the generators of the CPU and of every GPU are where they were."""
+    """Seeds the generators for a probe, and restores the state of the CPU's and of every GPU's generator afterwards."""
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
         seed_generators(0)
         yield
@@ -19,7 +19,7 @@ def preserved_rng() -> Iterator[None]:
 
 @contextmanager
 def full_float32_products() -> Iterator[None]:
-    """No TF32, nor bfloat16 on CPUs, for products of float32: two ways to one result differ by 1e-3 with it.
+    """Disables TF32, and bfloat16 on CPUs, for float32 products: with them two ways to one result differ by 1e-3.
 
     Trainers allow it for a whole run (Axolotl wherever the GPU has it, transformers with ``tf32=True``).
 
@@ -95,7 +95,7 @@ def _restore_older(precision: str, products: dict[Any, str]) -> None:
 def seed_generators(seed: int) -> None:
     """Seeds the CPU, and every GPU that is in use.
 
-    ``torch.manual_seed`` would also leave an order to seed the GPUs once CUDA starts, in place of the user's own.
+    ``torch.manual_seed`` would also queue a seed for the GPUs until CUDA starts, which replaces the user's own.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -104,7 +104,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def stock_modes(device: torch.device) -> Iterator[None]:
-    """Modes in which probes run, whatever the caller's: gradients on, no inference mode, no autocast, no TF32."""
+    """Modes in which probes run, independent of the caller's: gradients, no inference mode, no autocast, no TF32."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -1,4 +1,4 @@
-"""From what a user holds to the model inside: DDP, FSDP, DeepSpeed, torch.compile and PEFT wrappers."""
+"""Finds the model inside the wrappers of DDP, FSDP, DeepSpeed, torch.compile and PEFT."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ENGINES = {
     "DeepSpeedEngine": "module",
     "OptimizedModule": "_orig_mod",
 }
-"""The wrapper classes of engines by name, so that none is imported for a look, and where they hold the model."""
+"""Names of the engines' wrapper classes, so that no engine is imported, and the attribute that holds the model."""
 
 
 def wrappers_and_core(model: nn.Module) -> tuple[list[nn.Module], nn.Module]:
     """The PEFT wrappers around a model, outermost first, and the model itself.
 
-    Engines' wrappers (DDP, FSDP1, DataParallel, DeepSpeed's engine, torch.compile) are passed through and not returned:
-    what they call is returned, so whatever opens a call inside them is seen.
+    Engines' wrappers (DDP, FSDP1, DataParallel, DeepSpeed's engine, torch.compile) are not returned: they call what
+    they wrap, so the calls of the PEFT wrapper or the model inside are seen.
     """
     wrappers: list[nn.Module] = []
     while True:
@@ -36,7 +36,7 @@ def wrappers_and_core(model: nn.Module) -> tuple[list[nn.Module], nn.Module]:
 
 
 def _inside_engine(model: nn.Module) -> nn.Module | None:
-    """What an engine's wrapper, or one of a class derived from it, calls; None where ``model`` is no such wrapper."""
+    """The module that an engine's wrapper calls; None if ``model`` is not an instance of a wrapper class."""
     attribute = next((_ENGINES[base.__name__] for base in type(model).__mro__ if base.__name__ in _ENGINES), None)
     return getattr(model, attribute) if attribute is not None else None
 

@@ -4,12 +4,7 @@ from functools import partial
 
 import torch
 
-from slothplug import hookimpl
-from slothplug.patching.predicates import device_of, dtype_of
-from slothplug.patching.proof import difference, probe_rows
-from slothplug.patching.sites import Kernel, Site
-from slothplug.patching.twin import twin
-from slothplug.plugins import kernel_for
+from slothplug.plugin import Kernel, Site, device_of, difference, dtype_of, hookimpl, kernel_for, probe_rows, twin
 
 
 def example_rms_norm(x, weight, eps, *, offset=0.0, casting="before_weight"):

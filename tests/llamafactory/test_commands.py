@@ -95,7 +95,10 @@ def test_an_adapter_of_a_served_run_is_exported(workplace: Path, stock: Run) -> 
 @pytest.mark.slow
 def test_what_is_wrong_ends_the_command(workplace: Path) -> None:
     for keys, said in (
-        ({"use_fast_kernels": True, "use_unsloth_gc": True}, "`use_unsloth_gc: true` clashes with `use_fast_kernels`"),
+        (
+            {"use_fast_kernels": True, "use_unsloth_gc": True},
+            "`use_unsloth_gc: true` conflicts with `use_fast_kernels`",
+        ),
         ({"use_fast_kernels": {"strickt": True}}, "Did you mean 'strict'?"),
         ({"use_fast_kernel": True}, "Some keys are not used by the HfArgumentParser: ['use_fast_kernel']"),
     ):

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from slothplug.integrations.axolotl import clashes
+from slothplug.integrations.axolotl import conflicts
 from slothplug.integrations.axolotl.translation import settings_of
 from slothplug.integrations.hf.flag import flag_value
 from slothplug.settings import Settings
@@ -38,5 +38,5 @@ class SlothplugAxolotlArgs(BaseModel):
         resolved = vars(self)
         chosen = settings_of(resolved)
         if chosen is not None:
-            clashes.refuse(chosen.settings, resolved, frozenset(self.model_fields_set))
+            conflicts.refuse(chosen.settings, resolved, frozenset(self.model_fields_set))
         return self

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from axolotl.integrations.base import BasePlugin
 
-from slothplug.integrations.axolotl import clashes, kernels, log
+from slothplug.integrations.axolotl import conflicts, kernels, log
 from slothplug.integrations.axolotl.frontdoor import PLUGIN
 from slothplug.integrations.axolotl.padding import padding_key
 from slothplug.integrations.axolotl.translation import settings_of
@@ -43,7 +43,7 @@ class SlothplugPlugin(BasePlugin):
         chosen = settings_of(cfg)
         if chosen is not None:
             log.show()
-            clashes.refuse(chosen.settings, cfg)
+            conflicts.refuse(chosen.settings, cfg)
             self._switched_off = kernels.switch_off(cfg)
         elif cfg.get(FLAG) is None and PLUGIN in (cfg.get("plugins") or ()):
             log.show()

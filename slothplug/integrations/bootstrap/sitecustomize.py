@@ -1,4 +1,5 @@
-"""What ``slothplug run`` puts in front of a Python process: the front doors, and the ``sitecustomize`` it shadows.
+"""Runs at the start of each Python process below ``slothplug run``: opens the front doors, then runs the
+``sitecustomize`` that this file shadows.
 
 Python imports ``sitecustomize`` at start, and this folder is first on ``PYTHONPATH``.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def import_shadowed() -> None:
-    """Runs the ``sitecustomize`` that would have run without this one, if there is one."""
+    """Runs the ``sitecustomize`` that would have run without this one, if any."""
     here = Path(__file__).parent
     sys.path[:] = [entry for entry in sys.path if not entry or Path(entry) != here]
     spec = PathFinder.find_spec("sitecustomize")

@@ -80,7 +80,7 @@ class FastKernelsCallback(TrainerCallback):
         _set_log_level(args)
         if self._seen is None or self._seen.differs_from(model):
             self._patch(model, self.settings, args)
-        elif self.report is not None and _lost_its_head(self.report, model):
+        elif self.report is not None and _head_was_replaced(self.report, model):
             self.report.undo()
             self._patch(model, self.settings, args)
         reference = getattr(_calling_trainer(), "ref_model", None)
@@ -138,8 +138,8 @@ class Seen:
     def differs_from(self, model: nn.Module) -> bool:
         """Whether ``model`` is another one, or has other modules, in a state in which these could be patched.
 
-        Sharding replaces classes and parameters of a model; what was patched before it stays so, and nothing can be
-        compared on what it left.
+        Sharding replaces classes and parameters of a model. Modules that were patched before stay patched, and sharded
+        modules cannot be probed.
         """
         core = wrappers_and_core(model)[1]
         if core is not self._core():
@@ -147,8 +147,8 @@ class Seen:
         return not _is_sharded(model) and _identities(core) != self._modules
 
 
-def _lost_its_head(report: Report, model: nn.Module) -> bool:
-    """Whether nobody calls the fused head any more: TRL's trainers put a head of their own on the model they built."""
+def _head_was_replaced(report: Report, model: nn.Module) -> bool:
+    """True if the fused head is not called any more: TRL's trainers give the model a head of their own."""
     fused = any(site.op == "head" for site in report.fused)
     return fused and not _is_sharded(model) and trl_computes_the_loss(wrappers_and_core(model)[1])
 

@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from slothplug.errors import ConflictError
-from slothplug.integrations import clashes
+from slothplug.integrations import conflicts
 from slothplug.integrations.chosen import choose
 from slothplug.integrations.hf.flag import flag_value
 from slothplug.integrations.llamafactory import arguments, log
 from slothplug.integrations.llamafactory.arguments import Arguments
-from slothplug.integrations.llamafactory.clashes import CLASHES
+from slothplug.integrations.llamafactory.conflicts import CONFLICTS
 from slothplug.settings import FLAG, Settings
 
 UNSLOTH = "use_unsloth"
@@ -25,7 +25,7 @@ READ_LOGITS = ("use_dft_loss", "use_asft_loss", "use_eaft_loss")
 STAGES_WITH_LOSS = ("sft", "pt")
 """Stages whose loss is the model's own. The objectives of the others are computed from logits or hidden states."""
 
-_KEYS = (FLAG, UNSLOTH, "stage", *READ_LOGITS, *(clash.key for clash in CLASHES))
+_KEYS = (FLAG, UNSLOTH, "stage", *READ_LOGITS, *(conflict.key for conflict in CONFLICTS))
 
 logger = logging.getLogger("slothplug")
 
@@ -71,8 +71,8 @@ def training_of(args: Arguments) -> Training | None:
             f"as it does without the key, and it trains on slothplug's kernels"
         )
         logger.info("slothplug: %s", notes[0])
-    clashing = {key: value for key, value in values.items() if arguments.is_on(value)}
-    clashes.refuse(settings, CLASHES, clashing, asked=UNSLOTH if serve_unsloth else FLAG)
+    switched_on = {key: value for key, value in values.items() if arguments.is_on(value)}
+    conflicts.refuse(settings, CONFLICTS, switched_on, asked=UNSLOTH if serve_unsloth else FLAG)
     chosen = choose(settings, _reader_of_logits(values))
     if chosen.note:
         notes.append(chosen.note)

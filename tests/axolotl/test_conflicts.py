@@ -19,7 +19,7 @@ def resolve(workplace: Path, monkeypatch: pytest.MonkeyPatch, flag: object = Tru
     """The validated configuration of this flag and these keys; ``first`` is a plugin to list before ours."""
     monkeypatch.chdir(workplace)
     plugins = [plugin for plugin in (first, OURS) if plugin]
-    return load(write(workplace, "clash", **{"plugins": plugins, "use_fast_kernels": flag} | keys))
+    return load(write(workplace, "conflict", **{"plugins": plugins, "use_fast_kernels": flag} | keys))
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -36,7 +36,7 @@ def resolve(workplace: Path, monkeypatch: pytest.MonkeyPatch, flag: object = Tru
 def test_ligers_operations(workplace: Path, monkeypatch: pytest.MonkeyPatch, key: str, op: str, order: str) -> None:
     """https://github.com/axolotl-ai-cloud/axolotl/issues/2864: which replacement won depended on the order."""
     plugins = [LIGER, OURS] if order == "before" else [OURS, LIGER]
-    words = rf"`{key}: true` clashes with `use_fast_kernels`.*Delete the line `{key}: true`.*skip_ops: \[{op}\]"
+    words = rf"`{key}: true` conflicts with `use_fast_kernels`.*Delete the line `{key}: true`.*skip_ops: \[{op}\]"
     with pytest.raises(ConflictError, match=words):
         resolve(workplace, monkeypatch, plugins=plugins, **{key: True})
     kept = resolve(workplace, monkeypatch, {"skip_ops": [op]}, plugins=plugins, **{key: True})
@@ -65,16 +65,18 @@ def test_axolotls_own(workplace: Path, monkeypatch: pytest.MonkeyPatch, keys: di
     """https://github.com/axolotl-ai-cloud/axolotl/issues/2864"""
     key, value = next(iter(keys.items()))
     line = f"`{key}: {str(value).lower()}`"
-    with pytest.raises(ConflictError, match=rf"{line} clashes with `use_fast_kernels`.*Delete the line {line}"):
+    with pytest.raises(ConflictError, match=rf"{line} conflicts with `use_fast_kernels`.*Delete the line {line}"):
         resolve(workplace, monkeypatch, **LORA, **keys)
 
 
-def test_all_that_clash_are_named_at_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConflictError, match=r"`lora_mlp_kernel: true` clashes.*`chunked_cross_entropy: true` clashes"):
+def test_all_that_conflict_are_named_at_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConflictError, match=r"`lora_mlp_kernel: true` conflicts.*`chunked_cross_entropy: true` conflicts"
+    ):
         resolve(workplace, monkeypatch, lora_mlp_kernel=True, chunked_cross_entropy=True)
 
 
-def test_a_clash_that_is_a_plugins_default(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conflict_that_is_a_plugins_default(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConflictError, match=rf"Delete the line `- {CUT}` under plugins, which switches it on"):
         resolve(workplace, monkeypatch, first=CUT)
     assert resolve(workplace, monkeypatch, first=CUT, cut_cross_entropy=False).use_fast_kernels is True

@@ -1,4 +1,4 @@
-"""Keys of a framework that ask for what slothplug does: found before the model is loaded, and never stacked."""
+"""Keys of a framework that replace the same modules as slothplug: refused before the model is loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slothplug.settings import FLAG, Settings
 
 
 @dataclass(frozen=True)
-class Clash:
-    """A key that cannot be on together with some of slothplug's operations.
+class Conflict:
+    """A key that cannot be on together with some operations of slothplug.
 
     Attributes:
         key: the framework's key.
         why: what it does, as the continuation of "it".
-        ops: the operations of slothplug that it cannot live with; beside the others it may stay. None: all.
-        values: the values that clash; None: every one that is not false.
+        ops: the operations that conflict with it; None if all do.
+        values: the values that conflict; None if every value does that is not false.
     """
 
     key: str
@@ -36,40 +36,40 @@ def line(key: str, value: object) -> str:
     return f"`{key}: {str(value).lower()}`"
 
 
-def delete_line(clash: Clash, value: object) -> str:
-    """How to mend a clash with a key that the user wrote."""
-    return f"Delete the line {line(clash.key, value)}"
+def delete_line(conflict: Conflict, value: object) -> str:
+    """How to mend a conflict with a key that the user wrote."""
+    return f"Delete the line {line(conflict.key, value)}"
 
 
 def refuse(
     settings: Settings,
-    known: Iterable[Clash],
+    known: Iterable[Conflict],
     values: Mapping[str, Any],
     *,
     asked: str = FLAG,
-    mend: Callable[[Clash, object], str] = delete_line,
+    mend: Callable[[Conflict, object], str] = delete_line,
 ) -> None:
-    """Raises where ``values`` hold keys that clash with ``settings``.
+    """Raises where ``values`` hold keys that conflict with ``settings``.
 
     Args:
         settings: the settings of the flag.
-        known: the keys of this framework that may clash.
+        known: the keys of this framework that may conflict.
         values: the configuration.
         asked: what the user wrote to ask for slothplug.
-        mend: how to mend a clash, as the beginning of a sentence.
+        mend: how to mend a conflict, as the beginning of a sentence.
 
     Raises:
-        ConflictError: one or more keys clash; all are named, each with what to do.
+        ConflictError: one or more keys conflict; all are named, each with what to do.
     """
-    found = [clash for clash in known if clash.applies(settings, values.get(clash.key))]
+    found = [conflict for conflict in known if conflict.applies(settings, values.get(conflict.key))]
     if not found:
         return
     sentences = []
-    for clash in found:
-        value = values[clash.key]
-        kept = f", or keep it and write `{FLAG}: {{skip_ops: [{', '.join(clash.ops)}]}}`" if clash.ops else ""
+    for conflict in found:
+        value = values[conflict.key]
+        kept = f", or keep it and write `{FLAG}: {{skip_ops: [{', '.join(conflict.ops)}]}}`" if conflict.ops else ""
         sentences.append(
-            f"{line(clash.key, value)} clashes with `{asked}`: it {clash.why}. {mend(clash, value)}{kept}."
+            f"{line(conflict.key, value)} conflicts with `{asked}`: it {conflict.why}. {mend(conflict, value)}{kept}."
         )
     raise ConflictError(
         f"{asked} is on, and so is what cannot be on beside it; no model was loaded. " + " ".join(sentences)
