@@ -185,7 +185,9 @@ class _LoraLinear(torch.autograd.Function):
         weights_c = weights if plan.packed else [_cast(weight, base) for weight in weights]
         ranks = [first.shape[0] for first in a]
         firsts, seconds = zip(*plan.lowered, strict=True) if plan.lowered is not None else (a, b)
-        a_c = _cast(firsts[0] if len(firsts) == 1 else torch.cat(firsts), low)
+        # With out=, autocast leaves cat alone; otherwise it refuses float16 where its own dtype is bfloat16.
+        stacked = firsts[0] if len(firsts) == 1 else torch.cat(firsts, out=firsts[0].new_empty(0))
+        a_c = _cast(stacked, low)
         b_c = [_cast(second, low) for second in seconds]
 
         s = _product(low_rows, a_c.t())
