@@ -426,7 +426,9 @@ def _row(
 
 
 def _cast_factors(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], dtype: torch.dtype) -> Factors:
-    return Factors(cast(a[0] if len(a) == 1 else torch.cat(list(a)), dtype), [cast(second, dtype) for second in b])
+    # With out=, autocast leaves cat alone; otherwise it refuses float16 if its own dtype is bfloat16.
+    stacked = a[0] if len(a) == 1 else torch.cat(list(a), out=a[0].new_empty(0))
+    return Factors(cast(stacked, dtype), [cast(second, dtype) for second in b])
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,9 +22,9 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """The dtype of a module's first floating-point parameter; float32 where it has none."""
+    """The dtype of a module's first parameter that is no integer; float32 where it has none."""
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() or parameter.is_complex():
             return parameter.dtype
     return torch.float32
 

@@ -96,22 +96,39 @@ class SettledItems:
             self._add(inner, item)
 
     @classmethod
-    def globals_of(cls, functions: Iterable[FunctionType]) -> SettledItems:
-        """For functions that go on reading their globals themselves: which objects these are, not what they hold."""
-        return cls(
-            (function.__globals__, _read(function.__globals__, name, None))
-            for function in functions
+    def of_forward(cls, owner: type[nn.Module], links: Iterable[FunctionType]) -> SettledItems:
+        """For a forward that is still called, in a copy: the class's ``forward``, and which objects the globals of the
+        functions in its closure chain are. What these objects hold is read when the copy is called."""
+        spaces: list[tuple[Any, str]] = [
+            (function.__globals__, name)
+            for function in links
             for name in sorted(global_names(function) & function.__globals__.keys())
+        ]
+        bases = [vars(base) for base in owner.__mro__[: owner.__mro__.index(nn.Module)]]
+        first = next(index for index, base in enumerate(bases) if "forward" in base)
+        return cls(
+            ((space, _read(space, name, None)) for space, name in (*spaces, (bases[first], "forward"))),
+            ((base, ("forward",)) for base in bases[:first]),
         )
 
     @classmethod
-    def of_functions(cls, functions: Iterable[FunctionType]) -> SettledItems | Refusal:
-        """For functions that belong to no module; a refusal where what they read cannot be compared later."""
-        codes = [code_of(function) for function in functions]
+    def of_function(cls, function: FunctionType) -> SettledItems | Refusal:
+        """For a function that belongs to no module; a refusal where what it reads cannot be compared later."""
+        code = code_of(function)
         try:
-            return cls((space, _read(space, name, code.names)) for code in codes for space, name in code.namespaces)
+            return cls((space, _read(space, name, code.names)) for space, name in code.namespaces)
         except _Unknown as unknown:
             return Refusal(f"reads {unknown}, whose changes would go unnoticed")
+
+    def __deepcopy__(self, memo: object) -> SettledItems:
+        # Globals and classes are the same for a copy; Settled makes the items of a copied attribute anew.
+        return self
+
+    def __add__(self, other: SettledItems) -> SettledItems:
+        both = SettledItems(())
+        for name, mine in vars(self).items():
+            vars(both)[name] = mine + vars(other)[name]
+        return both
 
     def fits(self) -> bool:
         try:
@@ -123,8 +140,8 @@ class SettledItems:
         except KeyError:
             return False
 
-    def watch(self, watch: Watch) -> None:
-        """Notes all that ``fits`` reads."""
+    def watch(self, watch: Watch) -> bool:
+        """``fits()``; notes all that the answer depends on."""
         for space, key in zip(self._spaces, self._keys, strict=True):
             _note(watch, space, key)
         for container, copied in zip(self._containers, self._copies, strict=True):
@@ -133,6 +150,7 @@ class SettledItems:
         for space, names in self._absent:
             for name in names:
                 _note(watch, space, name)
+        return self.fits()
 
     def numbers(self) -> Iterator[float]:
         """The numbers among the items, those of Python modules left out."""

@@ -16,16 +16,15 @@ with q [B, Hq, T, D], k [B, Hk, T, D] or None, cos and sin [B or 1, T, R or R/2]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from slothplug.hookspecs import hookimpl
 from slothplug.kernels.rotary import DTYPES, rotary
-from slothplug.ops.rotary.forward import Exchange, exchange, fast_rotary
+from slothplug.ops.rotary.forward import Exchange, bind, exchange_functions, fast_rotary
 from slothplug.ops.rotary.probe import prove
 from slothplug.patching.predicates import device_of, dtype_of
 from slothplug.patching.private_class import stock_class
@@ -57,12 +56,12 @@ def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, s
 @hookimpl
 def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site | Left]:
     # Not kept from patch to patch: a rebuilt forward holds its module's globals as they are now.
-    exchanged: dict[Callable[..., Any], Exchange | Refusal] = {}
+    exchanged: dict[type[nn.Module], Exchange | Refusal] = {}
     for name, module in model.named_modules():
-        forward = stock_class(module).forward
-        if forward not in exchanged:
-            exchanged[forward] = exchange(forward)
-        outcome = exchanged[forward]
+        owner = stock_class(module)
+        if owner not in exchanged:
+            exchanged[owner] = exchange_functions(owner)
+        outcome = exchanged[owner]
         if isinstance(outcome, Refusal):
             if outcome.reason:
                 yield Left(NAME, name, module, outcome._replace(excused=_is_latent_attention(module)))
@@ -76,7 +75,7 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
         else:
             proof = partial(prove, outcome, kernel, device, dtype)
             functions = tuple(function for function, _ in outcome.functions)
-            yield Site(NAME, name, module, fast_rotary, outcome, kernel, proof, (functions, dtype))
+            yield Site(NAME, name, module, fast_rotary, outcome, kernel, proof, (functions, dtype), bind)
 
 
 def _is_latent_attention(module: nn.Module) -> bool:
