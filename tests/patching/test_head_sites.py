@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import nn
 import slothplug
 from slothplug.errors import NothingFusedError
 from slothplug.patching.report import SiteReport
+from tests.patching.device import cpu_only
 from tests.patching.heads import IDS, LABELS, assert_same, head_of, lora, make, patched, step
 
 
@@ -159,3 +162,43 @@ def test_copies_and_undo() -> None:
     assert_same(step(duplicate), step(stock))
     report.undo()
     assert type(model(input_ids=IDS, labels=LABELS).logits) is torch.Tensor
+
+
+def glora(model: nn.Module) -> bool:
+    """Whether PEFT's GLoRA took the head as a target."""
+    config = peft.GloraConfig(task_type="CAUSAL_LM", target_modules=["lm_head", "q_proj"])
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError:  # "GLoRA does not support this layer type"
+        return False
+    return any("lm_head.glora" in name for name, _ in adapted.named_parameters())
+
+
+def quantized(model: nn.Module) -> bool:
+    """Whether torch's dynamic quantisation converted the head."""
+    converted = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    return not isinstance(converted.lm_head, nn.Linear)
+
+
+BY_CLASS = [
+    pytest.param(
+        glora, marks=pytest.mark.skipif(not hasattr(peft, "GloraConfig"), reason="this PEFT has no GLoRA"), id="GLoRA"
+    ),
+    pytest.param(quantized, marks=cpu_only, id="quantize_dynamic"),
+]
+
+
+@pytest.mark.parametrize("finds_the_head", BY_CLASS)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_code_that_looks_a_class_up_finds_the_head_after_undo(finds_the_head: Callable[[nn.Module], bool]) -> None:
+    """docs/huggingface.md, "What a patched model does not see", says that it does not before."""
+    model = make()
+    slothplug.patch(model)
+    assert not finds_the_head(model)
+    model = make()
+    slothplug.patch(model).undo()
+    assert finds_the_head(model)
+    model = make()
+    with slothplug.fast_kernels(model):
+        step(model)
+    assert finds_the_head(model)
