@@ -7,17 +7,11 @@ step so served is slower than the compiled and the uncompiled stock model.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from slothplug.errors import NothingFusedWarning
 from slothplug.patching.sites import Refusal
-
-if TYPE_CHECKING:
-    from slothplug.patching.served import Served
-
-_TRACED = Refusal("compiled by torch.compile, which is given the stock forward (counted once a compilation)")
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -49,12 +43,15 @@ def why_not_compiled(model: nn.Module) -> dict[nn.Module, Refusal]:
     return found
 
 
-def note_compilation(served: Served[Any, Any]) -> None:
-    """Called when a compiler traces a served module's forward, not when the compiled code runs: counts it and warns."""
-    served.calls.fallbacks[_TRACED.reason] += 1
+def warn_of_compilation(base: type[nn.Module]) -> None:
+    """Warns that a compiler is given the stock forward of a served module; ``base`` is the module's stock class.
+
+    Called while a compiler traces. Compiled code counts no calls: it would have to be compiled again for each number.
+    """
     warnings.warn(
-        "use_fast_kernels is on, but torch.compile compiles modules that slothplug serves. A compiler is given their "
-        "stock forward, so they do not run on fused kernels: leave out torch.compile, or use_fast_kernels.",
+        f"use_fast_kernels is on, but torch.compile compiles {base.__name__}, which slothplug serves. A compiler is "
+        f"given the stock forward, so compiled modules do not run on fused kernels: leave out torch.compile, or "
+        f"use_fast_kernels.",
         NothingFusedWarning,
         stacklevel=2,
     )

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from slothplug.errors import UndoError
-from slothplug.patching.compiled import note_compilation
+from slothplug.patching.compiled import warn_of_compilation
 from slothplug.patching.served import STATE
 
 BASE = "_slothplug_base"
@@ -107,16 +107,21 @@ def with_forward(base: type[nn.Module], fast: Callable[..., Any]) -> type[nn.Mod
     """The private subclass of ``base`` whose forward is ``fast(module, served, *args, **kwargs)``.
 
     ``torch.compile`` sees the stock forward and nothing else: it guards on all that a traced function reads, so one
-    counter would have every call compile again. It is noted once, while it traces.
+    counter would have every call compile again, and a word about one module would have each module compiled for itself.
+    So ``warn`` has no arguments; it runs while a compiler traces, and leaves nothing in what is compiled.
     """
-    note: Callable[..., None] = torch.compiler.assume_constant_result(note_compilation)
+
+    def warn() -> None:
+        warn_of_compilation(base)
+
+    torch.compiler.assume_constant_result(warn)
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         served = self.__dict__.get(STATE)
         if served is None or torch.compiler.is_compiling():
             if served is not None and torch.compiler.is_dynamo_compiling():
-                note(served)
+                warn()
             return base.forward(self, *args, **kwargs)
         return fast(self, served, *args, **kwargs)
 

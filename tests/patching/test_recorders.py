@@ -38,7 +38,7 @@ def test_a_compiled_model() -> None:
         assert_same(step(compiled), step(stock))
     assert counter.frame_count == 1
     assert {site.calls.served for site in report.fused} == {0}
-    assert {reason.partition(",")[0] for reason in reasons(report)} == {"compiled by torch.compile"}
+    assert not reasons(report)
     assert_same(step(model), step(stock))
     torch._dynamo.reset()
 
