@@ -100,7 +100,7 @@ def test_a_probe_that_could_not_run_is_tried_again(
             raise torch.OutOfMemoryError("no memory")
         return difference(*args)
 
-    monkeypatch.setattr("slothplug.ops.rms_norm.difference", prove)
+    monkeypatch.setattr("slothplug.ops.rms_norm.probe.difference", prove)
     report = slothplug.patch(tiny_llama(), {"ops": ["rms_norm", "glu"]})
     assert {site.op for site in report.fused} == {"glu"}
     assert all("its probe failed: OutOfMemoryError" in site.reason for site in report.left)

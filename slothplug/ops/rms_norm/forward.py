@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from slothplug.kernels.rms_norm import DTYPES
 from slothplug.ops.rms_norm.recognition import PROVED_NDIMS, Norm, eps_of
 from slothplug.patching.eligibility import Watch
 from slothplug.patching.forward_context import facts_of
@@ -74,7 +75,8 @@ def _why_not(norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, device_ty
         return refusal
     weight_dtype = None if weight is None else weight.dtype
     if (x.dtype, weight_dtype, torch.is_autocast_enabled(device_type)) not in norm.proved:
-        return Refusal(f"input of {x.dtype}, weight of {weight_dtype}: stock rounds otherwise")
+        known = x.dtype in DTYPES and (weight is None or weight.dtype in DTYPES)
+        return Refusal(f"input of {x.dtype}, weight of {weight_dtype}" + (": stock rounds otherwise" if known else ""))
     if x.ndim not in PROVED_NDIMS:
         return Refusal(f"input of {x.ndim} dimensions")
     if weight is not None and (weight.numel() != x.shape[-1] or weight.device != x.device):
