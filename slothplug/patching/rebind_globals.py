@@ -2,7 +2,7 @@
 
 A decorated forward is a chain: each wrapper holds the next function in a closure cell, and the innermost function reads
 the globals of its module. ``rebuild`` copies the chain. The functions that read the name get a copy of their globals
-with the replacement in it, and the wrappers get cells that hold the copies; all other cells and the defaults are shared.
+with the replacement in it, and the wrappers get cells that hold the copies; other cells and the defaults are shared.
 The globals are copied once: a rebuilt function does not see what is assigned in the module later. Callers compare the
 originals (``settled.SettledItems.of_forward``).
 """
