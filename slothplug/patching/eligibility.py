@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from slothplug.patching.served import STATE, Served
+from slothplug.patching.transforms import why_not_now
 
 _INERT_HOOKS = "transformers."
 """Hooks from here do not change what a module is: ``enable_input_require_grads`` marks an output."""
@@ -178,7 +179,8 @@ class Guard:
 
     def check(self, root: nn.Module) -> Binding | None:
         """The binding for a call of ``root``; None where modules are to decide for themselves."""
-        if "_is_replica" in root.__dict__ or torch_module._has_any_global_hook():
+        # Under a transform of torch.func the weights are wrappers without memory.
+        if "_is_replica" in root.__dict__ or torch_module._has_any_global_hook() or why_not_now():
             return None
         if self._obstacle is not None and self._obstacle():
             return None

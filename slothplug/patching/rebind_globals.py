@@ -1,9 +1,10 @@
-"""A function with one global of its own exchanged, decorators and all, and nothing outside it changed.
+"""Copies of functions in which one global has another value; nothing outside the copy changes.
 
-A decorated forward is a chain: each wrapper holds the next function in a closure cell, and the innermost one reads its
-module's globals. ``rebuild`` copies the chain: the functions that read the name get a copy of their globals with the
-replacement in it, the wrappers get cells that hold the copies, and all else (other cells, defaults) is shared.
-The copy of the globals is taken once: what somebody assigns to the module later is not seen by a rebuilt function.
+A decorated forward is a chain: each wrapper holds the next function in a closure cell, and the innermost function reads
+the globals of its module. ``rebuild`` copies the chain. The functions that read the name get a copy of their globals
+with the replacement in it, and the wrappers get cells that hold the copies; other cells and the defaults are shared.
+The globals are copied once: a rebuilt function does not see what is assigned in the module later. Callers compare the
+originals (``settled.SettledItems.of_forward``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _collect(value: object, found: dict[int, FunctionType], depth: int) -> None:
 
 
 def function_in(value: object) -> FunctionType | None:
-    """The plain function that ``value`` is, binds or completes."""
+    """The plain function that ``value`` is, or that it binds or calls with fixed arguments; None for other values."""
     if isinstance(value, FunctionType):
         return value
     if isinstance(value, functools.partial):
@@ -86,7 +87,7 @@ def _reads(function: FunctionType, name: str) -> bool:
 
 
 class _Copy:
-    """One rebuilding: which functions lead to the name, and the copies and cells made so far."""
+    """State of one ``rebuild``: which functions read the name, and the copies and cells made so far."""
 
     def __init__(self, name: str, replacement: object) -> None:
         self.name, self.replacement = name, replacement
@@ -95,7 +96,7 @@ class _Copy:
         self.cells: dict[int, CellType] = {}
 
     def of(self, value: Any) -> Any:
-        """``value`` itself where the name is not read below it, otherwise its copy."""
+        """The copy of ``value`` if its chain reads the name, otherwise ``value`` itself."""
         function = function_in(value)
         if function is None or not self._leads(function, _MAX_DEPTH):
             return value
@@ -109,7 +110,7 @@ class _Copy:
         """Whether the function reads the name, itself or through its cells."""
         if id(function) in self.leading or depth == 0:
             return self.leading.get(id(function), False)
-        # Entered before the cells are followed: a wrapper may hold itself.
+        # Set before the cells are followed: a wrapper may hold itself.
         self.leading[id(function)] = _reads(function, self.name)
         inner = (function_in(cell_contents(cell)) for cell in function.__closure__ or ())
         below = [self._leads(link, depth - 1) for link in inner if link is not None]
@@ -139,7 +140,7 @@ class _Copy:
         return copied
 
     def _cell(self, cell: CellType) -> CellType:
-        """The cell itself where nothing in it is copied, so that its state stays shared; otherwise a new, empty one."""
+        """A new, empty cell if its content is copied, otherwise the cell itself, so that its state stays shared."""
         function = function_in(cell_contents(cell))
         if function is None or not self._leads(function, _MAX_DEPTH):
             return cell

@@ -132,13 +132,14 @@ class SettledItems:
 
     def fits(self) -> bool:
         try:
-            return (
-                _same(self._spaces, self._keys, self._values)
-                and all(map(_equal, self._containers, self._copies))
-                and all(space.keys().isdisjoint(names) for space, names in self._absent)
-            )
+            if not _same(self._spaces, self._keys, self._values):
+                return False
         except KeyError:
             return False
+        for space, names in self._absent:
+            if not space.keys().isdisjoint(names):
+                return False
+        return not self._containers or all(map(_equal, self._containers, self._copies))
 
     def watch(self, watch: Watch) -> bool:
         """``fits()``; notes all that the answer depends on."""
@@ -215,8 +216,8 @@ class Settled:
                 stock_class(module) is self._type
                 and _same(repeat(own), self._names, self._values)
                 and own.keys().isdisjoint(self._absent)
-                and all(_equal(own[name], copied) for name, copied in self._copies.items())
-                and self._objects.fits()
+                and (not self._copies or all(_equal(own[name], copied) for name, copied in self._copies.items()))
+                and (self._objects is None or self._objects.fits())
                 and self._elsewhere.fits()
             )
         except KeyError:
@@ -232,14 +233,16 @@ class Settled:
         for name, copied in self._copies.items():
             if name in own and _equal(own[name], copied):
                 watch.content(own[name], copied)
-        self._objects.watch(watch)
+        if self._objects is not None:
+            self._objects.watch(watch)
         self._elsewhere.watch(watch)
         return self.fits(module)
 
     def numbers(self) -> Iterator[float]:
         """The numbers that the forward reads from elsewhere than the module's own attributes."""
         yield from self._elsewhere.numbers()
-        yield from self._objects.numbers()
+        if self._objects is not None:
+            yield from self._objects.numbers()
 
 
 def _read(space: Mapping[str, Any], name: str, names: frozenset[str] | None, depth: int = 0) -> _Read:

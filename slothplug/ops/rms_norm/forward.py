@@ -75,9 +75,8 @@ def _why_not(norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, device_ty
         return refusal
     weight_dtype = None if weight is None else weight.dtype
     if (x.dtype, weight_dtype, torch.is_autocast_enabled(device_type)) not in norm.proved:
-        known = x.dtype in DTYPES and (weight_dtype is None or weight_dtype in DTYPES)
-        rounds = ": stock rounds otherwise" if known else ""
-        return Refusal(f"input of {x.dtype}, weight of {weight_dtype}{rounds}")
+        known = x.dtype in DTYPES and (weight is None or weight.dtype in DTYPES)
+        return Refusal(f"input of {x.dtype}, weight of {weight_dtype}" + (": stock rounds otherwise" if known else ""))
     if x.ndim not in PROVED_NDIMS:
         return Refusal(f"input of {x.ndim} dimensions")
     if weight is not None and (weight.numel() != x.shape[-1] or weight.device != x.device):

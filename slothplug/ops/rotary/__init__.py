@@ -1,11 +1,11 @@
 """Rotary embedding sites: modules whose forward calls a function of its module that rotates by the tables cos and sin.
 
 The function is recognised by its signature and its numbers, and exchanged in a copy of the forward's closure chain
-(``patching.rebind_globals``); no module global is touched. Only ``forward`` and its decorators are looked into:
-rotary functions that other methods or functions call are not exchanged.
+(``patching.rebind_globals``); no module global is changed. Only ``forward`` and its decorators are searched: rotary
+functions that other methods or functions call are not exchanged.
 
-That the exchanged function is called is known from the bytecode of the forward, and seen in the site's counters: in a
-layer without positions (every fourth one of Cohere 2) the call is never reached, and the site counts none.
+The bytecode of the forward shows that it calls the function. A layer without positions (every fourth one of Cohere 2)
+does not reach the call; its site counts no served calls.
 
 A kernel that a plugin offers for the operation ``rotary`` is called as ``kernels.rotary.rotary``, without ``backend``:
 
