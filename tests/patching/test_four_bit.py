@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import nn
 
 import slothplug
+from slothplug.hookspecs import hookimpl
+from slothplug.ops.lora import DEQUANTIZE
 from slothplug.ops.peft_lora.four_bit import why_not_dtypes
 from slothplug.patching.served import STATE
+from slothplug.patching.sites import Kernel
+from slothplug.plugins import plugin_manager
 from tests.architectures.step import Step
 from tests.patching.architectures import IDS, assert_same_step, step, tiny
 from tests.patching.device import DEVICE, cpu_only
@@ -389,6 +394,35 @@ def test_disabled_merged_and_undone() -> None:
     report.undo()
     assert not any(STATE in module.__dict__ for module in model.modules())
     same()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_plugin_can_dequantise(factor: float) -> None:
+    calls = []
+
+    def dequantize(stored: torch.Tensor, state: Any) -> torch.Tensor:
+        calls.append(stored)
+        weight: torch.Tensor = bitsandbytes.functional.dequantize_4bit(stored, state)
+        return weight * factor
+
+    class Plugin:
+        @hookimpl
+        def slothplug_kernel(self, operation: str) -> Kernel | None:
+            return Kernel("mine", "torch", dequantize) if operation == DEQUANTIZE else None
+
+    plugin = Plugin()
+    plugin_manager().register(plugin)
+    try:
+        model, stock = qlora(), qlora()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", slothplug.errors.NothingFusedWarning)
+            report = slothplug.patch(model, {"ops": ["lora"]})
+    finally:
+        plugin_manager().unregister(plugin)
+    assert {site.status for site in lora_of(report)} == {"fused" if factor == 1.0 else "left"}
+    calls.clear()
+    assert_same_step(step(model), step(stock))
+    assert bool(calls) == (factor == 1.0)
 
 
 def test_dora_is_left() -> None:

@@ -8,7 +8,8 @@ casts the adapter's input and output.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,30 +37,50 @@ class Autocast(NamedTuple):
         return cls(torch.get_autocast_dtype(device_type) if enabled else None, on_cuda)
 
 
-def dtypes_of_call(x: torch.dtype, parts: LoraParts, autocast: Autocast, precision: Precision) -> Dtypes | Refusal:
-    """The dtypes of a call's products for an input of dtype ``x``, or why they are not those of one node.
+class LayerDtypes(NamedTuple):
+    """Dtypes of a LoRA layer's tensors.
+
+    Attributes:
+        weight: the base layer's, as it is stored.
+        compute: a 4-bit base layer's ``compute_dtype``; None for an ``nn.Linear``.
+        dequantized: what a 4-bit weight is dequantised to; None for an ``nn.Linear``.
+    """
+
+    weight: torch.dtype
+    a: torch.dtype
+    b: torch.dtype
+    compute: torch.dtype | None
+    dequantized: torch.dtype | None
+
+    @classmethod
+    def of(cls, parts: LoraParts) -> LayerDtypes:
+        operand, compute = parts.operand, parts.compute_dtype
+        state: Any = None if compute is None else operand.base.state  # type: ignore[attr-defined]
+        return cls(operand.weight.dtype, operand.a.dtype, operand.b.dtype, compute, state and state.dtype)
+
+
+@functools.cache
+def dtypes_of_call(x: torch.dtype, layer: LayerDtypes, autocast: Autocast, precision: Precision) -> Dtypes | Refusal:
+    """The dtypes of a call's products for an input of dtype ``x``, or why one node does not compute in them.
 
     Args:
         precision: "peft", or "compute": outside autocast the adapter multiplies in its input's dtype.
     """
-    operand = parts.operand
-    adapter, weight = operand.a.dtype, operand.weight.dtype
-    packed = parts.compute_dtype is not None
-    if not {x, adapter} <= _SERVED or operand.b.dtype is not adapter or not (packed or weight in _SERVED):
-        return Refusal(f"input of {x}, base layer of {weight}, adapter of {adapter}")
+    adapter, packed = layer.a, layer.compute is not None
+    if not {x, adapter} <= _SERVED or layer.b is not adapter or not (packed or layer.weight in _SERVED):
+        return Refusal(f"input of {x}, base layer of {layer.weight}, adapter of {adapter}")
     if autocast.dtype is not None and adapter not in (torch.float32, autocast.dtype, x):
         return Refusal(f"adapter of {adapter} under autocast in another dtype")
     low = autocast.dtype or (x if precision == "compute" else adapter)
-    if parts.compute_dtype is not None:
-        dequantized = operand.base.state.dtype  # type: ignore[attr-defined]
-        if refusal := four_bit.why_not_dtypes(x, parts.compute_dtype, dequantized, autocast.dtype):
+    if layer.compute is not None and layer.dequantized is not None:
+        if refusal := four_bit.why_not_dtypes(x, layer.compute, layer.dequantized, autocast.dtype):
             return refusal
         output = torch.promote_types(x, autocast.dtype) if autocast.dtype and autocast.on_cuda else x
-        return Dtypes(autocast.dtype or parts.compute_dtype, low, output)
+        return Dtypes(autocast.dtype or layer.compute, low, output)
     if autocast.dtype is not None:
         return Dtypes(autocast.dtype, autocast.dtype, autocast.dtype)
-    if x is not weight:
-        return Refusal(f"input of {x} outside autocast, base layer of {weight}")
+    if x is not layer.weight:
+        return Refusal(f"input of {x} outside autocast, base layer of {layer.weight}")
     return Dtypes(x, low, x)
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slothplug.kernels.lora import Dtypes, Operand
 from slothplug.ops.lora.dtypes import Autocast
+from slothplug.ops.peft_lora.layer import LoraParts
 from slothplug.patching.forward_context import ForwardContext, current_forward
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.private_class import stock_class
@@ -150,29 +150,30 @@ class Kept(NamedTuple):
     """An output that waits for its module, and what it was computed from beside the shared input.
 
     Attributes:
-        versions: of the operand's tensors, if nothing bounds the time between two siblings' calls; else empty.
+        versions: of the parts' tensors, if nothing bounds the time between two siblings' calls; else empty.
     """
 
     output: torch.Tensor
-    operand: Operand
-    dtypes: Dtypes
+    parts: LoraParts
     versions: tuple[int | None, ...]
     calls: Calls
 
     @classmethod
-    def of(cls, output: torch.Tensor, operand: Operand, dtypes: Dtypes, state: State, calls: Calls) -> Kept:
-        return cls(output, operand, dtypes, _versions(operand, state), calls)
+    def of(cls, output: torch.Tensor, parts: LoraParts, state: State, calls: Calls) -> Kept:
+        return cls(output, parts, _versions(parts, state), calls)
 
-    def is_of(self, operand: Operand, dtypes: Dtypes, state: State) -> bool:
-        """True if the output is still what ``operand`` computes."""
-        same = self.operand is operand or all(map(_same, self.operand, operand))
-        return same and self.dtypes == dtypes and self.versions == _versions(operand, state)
+    def is_of(self, parts: LoraParts, state: State) -> bool:
+        """True if the output is still what ``parts`` compute."""
+        same = self.parts is parts or (
+            self.parts.compute_dtype is parts.compute_dtype and all(map(_same, self.parts.operand, parts.operand))
+        )
+        return same and self.versions == _versions(parts, state)
 
 
-def _versions(operand: Operand, state: State) -> tuple[int | None, ...]:
+def _versions(parts: LoraParts, state: State) -> tuple[int | None, ...]:
     if state.span != -1:
         return ()
-    return tuple(None if t.is_inference() else t._version for t in operand if isinstance(t, torch.Tensor))
+    return tuple(None if t.is_inference() else t._version for t in parts.operand if isinstance(t, torch.Tensor))
 
 
 def _same(one: object, other: object) -> bool:
@@ -208,7 +209,7 @@ def shareable(x: torch.Tensor) -> bool:
     return not x.is_inference()
 
 
-def collect(member: Member, x: torch.Tensor, operand: Operand, dtypes: Dtypes, state: State) -> Kept | bool:
+def collect(member: Member, x: torch.Tensor, parts: LoraParts, state: State) -> Kept | bool:
     """The output kept for ``member``; False if it should compute with its siblings, True if it should alone."""
     current = _local.round
     if current is None or current.group is not member.group:
@@ -216,7 +217,7 @@ def collect(member: Member, x: torch.Tensor, operand: Operand, dtypes: Dtypes, s
     kept = current.kept.pop(member.index, None)
     if kept is None or current.state != state:
         return False
-    if current.x() is x and current.version == x._version and kept.is_of(operand, dtypes, state):
+    if current.x() is x and current.version == x._version and kept.is_of(parts, state):
         return kept
     kept.calls.fallbacks[ANOTHER_INPUT] += 1
     return True

@@ -17,13 +17,15 @@ from torch.nn.modules import module as torch_module
 from slothplug.kernels.lora import DENSE, BaseWeight, Dequantize, Operand
 from slothplug.ops.peft_lora import four_bit
 from slothplug.ops.peft_lora.four_bit import is_four_bit, peft_class, why_not_packed
-from slothplug.patching.predicates import dtype_of, hooked, plain, why_not_touchable
+from slothplug.patching.predicates import dtype_of, hooked, why_not_touchable
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal
 
 Precision = Literal["peft", "compute"]
 """The setting ``lora_precision``: adapters multiply in PEFT's dtypes, or in their input's."""
 
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+_BIASES = _PLAIN | {type(None)}
 _DROPOUTS = frozenset({nn.Identity, nn.Dropout})
 
 
@@ -121,6 +123,7 @@ def why_not_in_this_mode(own: dict[str, Any]) -> Refusal | None:
 
 
 _DISABLED, _MERGED = Refusal("adapters are disabled"), Refusal("the adapter is merged")
+_NO_ADAPTER = Refusal("no adapter is active")
 
 
 def active_dropout(dropout: nn.Module | None) -> nn.Module | None:
@@ -139,10 +142,12 @@ def active_adapter(module: nn.Module) -> str | Refusal:
     """
     own = module.__dict__
     present, active = own["_modules"]["lora_A"]._modules, own["_active_adapter"]
-    names = [name for name in ((active,) if type(active) is str else active) if name in present]
-    if len(names) == 1:
-        return names[0]
-    return Refusal("several adapters are active" if names else "no adapter is active")
+    if type(active) is not str:
+        names = [name for name in active if name in present]
+        if len(names) > 1:
+            return Refusal("several adapters are active")
+        return names[0] if names else _NO_ADAPTER
+    return active if active in present else _NO_ADAPTER
 
 
 def parts_of_adapter(
@@ -210,9 +215,9 @@ def _operand(
     a: Any = first._parameters.get("weight")
     b: Any = second_parameters.get("weight")
     bias, b_bias = base_parameters.get("bias"), second_parameters.get("bias")
-    if not (plain(weight) or base_weight is not DENSE) or not plain(a) or not plain(b):
+    if (base_weight is DENSE and type(weight) not in _PLAIN) or type(a) not in _PLAIN or type(b) not in _PLAIN:
         return Refusal("its weights are sharded, quantised or elsewhere")
-    if not (bias is None or plain(bias)) or not (b_bias is None or plain(b_bias)):
+    if type(bias) not in _BIASES or type(b_bias) not in _BIASES:
         return Refusal("its biases are sharded, quantised or elsewhere")
     if first._parameters.get("bias") is not None:
         return Refusal("the adapter's first layer has a bias")
