@@ -97,31 +97,32 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 def empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor of x's shape, dense, whose rows lie in memory in the order of x's rows."""
     if x.is_contiguous():
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
+        return torch.empty_like(x, dtype=dtype)
     return torch.empty_strided(x.shape, _dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
 
 
 def empty_row_values(x: torch.Tensor) -> torch.Tensor:
     """An uninitialised float32 tensor [...] with one value for each row of x [..., H], in the order of x's rows."""
-    shape = x.shape[:-1]
-    if x.is_contiguous():
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-    return torch.empty_strided(shape, _row_value_strides(x.shape, x.stride()), dtype=torch.float32, device=x.device)
+    shape, strides = _row_values(x.shape, x.stride())
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=1024)
 def _dense_strides(shape: Ints, strides: Ints) -> Ints:
-    return _strides_in_order(shape, (*_order_of_new(shape, strides), len(shape) - 1))
+    return _strides_in_order(shape, (*_order_of_new(strides), len(shape) - 1))
 
 
-@functools.lru_cache(maxsize=512)
-def _row_value_strides(shape: Ints, strides: Ints) -> Ints:
-    return _strides_in_order(shape[:-1], _order_of_new(shape, strides))
+@functools.lru_cache(maxsize=1024)
+def _row_values(shape: Ints, strides: Ints) -> tuple[Ints, Ints]:
+    """Shape and strides."""
+    outer = tuple(shape[:-1])
+    return outer, _strides_in_order(outer, _order_of_new(strides))
 
 
-def _order_of_new(shape: Ints, strides: Ints) -> Ints:
-    """That of the rows; of the dimensions where ``as_matrix`` views the tensor, so that it makes no copy."""
-    return row_order(strides) if len(shape) <= OUTER_DIMENSIONS + 1 else tuple(range(len(shape) - 1))
+def _order_of_new(strides: Ints) -> Ints:
+    """The order of the rows; that of the dimensions where ``as_matrix`` views the tensor, so that it makes no copy."""
+    outer = len(strides) - 1
+    return row_order(strides) if outer <= OUTER_DIMENSIONS else tuple(range(outer))
 
 
 def _strides_in_order(shape: Ints, order: Ints) -> Ints:
