@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Variant(NamedTuple):
-    """What tells one RMSNorm from another, apart from its tensors."""
+    """The options of one RMSNorm; see ``rms_norm``."""
 
     eps: float
     offset: float
