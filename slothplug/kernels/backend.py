@@ -1,4 +1,4 @@
-"""Which backend serves a device: ``triton`` on a GPU that Triton supports, ``torch`` everywhere else.
+"""The backend of a device: ``triton`` on a GPU that Triton supports, ``torch`` everywhere else.
 
 ``TRITON_INTERPRET=1``, set before the first import of a kernel, lets the Triton kernels run on any CPU; tests use it.
 """
@@ -21,20 +21,20 @@ MINIMUM_CUDA_CAPABILITY = (7, 5)
 
 @functools.cache
 def triton_importable() -> bool:
-    """True where ``import triton`` would find the package; does not import it (importing may ask for a driver)."""
+    """True where ``import triton`` would find the package. Does not import it: that may ask for a driver."""
     try:
         return importlib.util.find_spec("triton") is not None
-    except ValueError:  # sys.modules["triton"] is None: somebody switched it off
+    except ValueError:  # sys.modules["triton"] is None, which disables the import
         return False
 
 
 def interpreting() -> bool:
-    """True where Triton was told to interpret its kernels, so that they run on a CPU."""
+    """True where Triton interprets its kernels, so that they run on a CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """The reason why Triton cannot serve ``device``, as a sentence for the report; None where it can."""
+    """The reason why Triton cannot serve ``device``, for the report; None where it can."""
     if not triton_importable():
         return "Triton is not installed (pip install triton; Linux only)"
     if device.type == "cpu":
@@ -50,7 +50,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 def choose_backend(device: torch.device) -> Backend:
-    """The backend that ``backend: auto`` means on ``device``."""
+    """The backend that ``backend: auto`` chooses on ``device``."""
     return "torch" if why_not_triton(device) else "triton"
 
 
@@ -58,10 +58,9 @@ Implementation = TypeVar("Implementation")
 
 
 def primitives_on(backend: Backend, torch_primitives: Implementation, triton_module: str) -> Implementation:
-    """What an operation computes with on ``backend``: ``torch_primitives``, or their like on Triton.
+    """The primitives of an operation on ``backend``: ``torch_primitives``, or the Triton class of the same protocol.
 
-    Those are the class ``TritonPrimitives`` of ``kernels/triton/<triton_module>.py``, which is imported when it is
-    first asked for. Both have the functions of the operation's own protocol, as static methods.
+    That is ``TritonPrimitives`` of ``kernels/triton/<triton_module>.py``, which is imported at its first use.
 
     Raises:
         ValueError: an unknown backend.

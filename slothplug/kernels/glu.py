@@ -155,7 +155,7 @@ class _GLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, primitives: Primitives) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.primitives = activation, primitives
-        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        out = _empty(gate)
         ctx.primitives.forward(gate, up, activation, out)
         return out
 
@@ -164,8 +164,8 @@ class _GLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         gate, up = ctx.saved_tensors
         needs_gate, needs_up = ctx.needs_input_grad[:2]
-        grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs_gate else None
-        grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs_up else None
+        grad_gate = _empty(gate) if needs_gate else None
+        grad_up = _empty(up) if needs_up else None
         ctx.primitives.backward(grad_output, gate, up, ctx.activation, grad_gate=grad_gate, grad_up=grad_up)
         return grad_gate, grad_up, None, None
 
@@ -176,7 +176,7 @@ class _PackedGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.layout, ctx.primitives = activation, layout, primitives
         gate, up = split_packed(gate_up, layout)
-        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        out = _empty(gate)
         ctx.primitives.forward(gate, up, activation, out)
         return out
 
@@ -185,10 +185,14 @@ class _PackedGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = split_packed(gate_up, ctx.layout)
-        grad_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        grad_gate_up = _empty(gate_up)
         grad_gate, grad_up = split_packed(grad_gate_up, ctx.layout)
         ctx.primitives.backward(grad_output, gate, up, ctx.activation, grad_gate=grad_gate, grad_up=grad_up)
         return grad_gate_up, None, None, None
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 class _TorchPrimitives:

@@ -1,7 +1,7 @@
 """Logits a chunk of rows at a time: losses, statistics and gradients. Formulas and costs: linear_cross_entropy.
 
 ``chunk_loss`` and ``chunk_gradients`` compute one chunk in buffers of the caller's; ``sweep`` allocates the buffers and
-walks all chunks. None of them records a graph or checks its arguments.
+iterates over all chunks. None of them records a graph or checks its arguments.
 """
 
 from __future__ import annotations

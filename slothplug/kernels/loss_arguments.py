@@ -1,4 +1,4 @@
-"""Refusals of the arguments that ``linear_cross_entropy`` cannot take; its docstring says which errors they are."""
+"""Checks of the arguments of ``linear_cross_entropy``, whose docstring lists the errors."""
 
 from __future__ import annotations
 

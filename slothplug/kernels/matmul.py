@@ -37,7 +37,7 @@ def can_widen(device_type: str, dtype: torch.dtype = torch.bfloat16, operation: 
 def dense_rows(left: torch.Tensor) -> torch.Tensor:
     """``left`` [M, K], copied where it is a column view on a CPU: ready to be the left operand of a product.
 
-    oneDNN's AMX product of 16-bit operands rounds K up and multiplies the elements behind each row of the left operand
+    oneDNN's AMX product of 16-bit operands rounds K up and multiplies the elements after each row of the left operand
     by 0. Where they are nan or inf, the row of the result is nan.
     """
     if left.device.type == "cpu" and left.stride(0) > left.shape[1] and left.stride(1) == 1:

@@ -1,8 +1,9 @@
-"""Backward passes that refuse to be differentiated themselves.
+"""A decorator for backward functions without a second derivative.
 
-``torch.autograd.function.once_differentiable`` refuses late: where the incoming gradient requires a gradient and the
-second pass comes by the node. After a loss, whose incoming gradient is a constant, and in ``autograd.grad``, which runs
-no node off its way, a second derivative silently lacks all that goes through the kernel.
+``torch.autograd.function.once_differentiable`` raises only if double backward reaches the node, and the incoming
+gradient requires a gradient. The gradient that enters a loss is a constant, and ``autograd.grad`` runs only the nodes
+between its inputs and outputs: there torch's version lets a second derivative through that silently lacks the kernel's
+part. This one raises in the first backward.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ def once_differentiable(backward: Backward) -> Backward:
     """Decorates the ``backward`` of an ``autograd.Function`` that computes gradients without recording a graph.
 
     Raises:
-        RuntimeError: from the decorated function, where a graph of the gradients is wanted (``create_graph=True``).
+        RuntimeError: in the decorated function, where a graph of the gradients is recorded (``create_graph=True``).
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *grad_outputs: Any) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "slothplug's kernels have no second derivative, and the graph for one was asked for "
-                "(create_graph=True). Undo the patch (slothplug.unpatch(model)) where gradients are differentiated."
+                "slothplug's kernels have no second derivative, but a graph of the gradients is recorded "
+                "(create_graph=True). To differentiate gradients, undo the patch: slothplug.unpatch(model)."
             )
         return backward(ctx, *grad_outputs)
 

@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Variant(NamedTuple):
-    """What tells one RMSNorm from another, apart from its tensors."""
+    """The options of one RMSNorm; see ``rms_norm``."""
 
     eps: float
     offset: float
@@ -189,7 +189,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         needs_x, needs_weight, _, _ = ctx.needs_input_grad
         grad_x = empty_rows(x, x.dtype) if needs_x else None
-        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needs_weight else None
+        grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         ctx.primitives.backward(grad_output, x, weight, rstd, ctx.variant, grad_x=grad_x, grad_weight=grad_weight)
         return grad_x, grad_weight, None, None
 

@@ -1,7 +1,7 @@
-"""How the rows of a tensor [..., H] lie in memory, whatever its strides: their order, their offsets, and new tensors.
+"""The rows of tensors [..., H] of any strides: their order in memory, their offsets, and new tensors of that order.
 
-A kernel that walks rows in memory order reads a stream, also where the tensor is a transposed view such as
-[B, H, T, D]. Everything here follows from shapes and strides alone.
+A kernel that takes rows in memory order reads a stream, also where the tensor is a transposed view such as
+[B, H, T, D]. Everything here is a function of shapes and strides alone.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 
 Ints = tuple[int, ...]
 
-# A row walk has up to this many outer dimensions; tensors of more dimensions are viewed as matrices.
+# Kernels address rows by up to this many outer dimensions; tensors of more dimensions are viewed as matrices.
 OUTER_DIMENSIONS = 3
 
 
-class RowWalk(NamedTuple):
-    """Where row r of several tensors of one shape lies, r counting in memory order.
+class MergedRows(NamedTuple):
+    """The offsets of row r in several tensors of one shape, r counted in memory order.
 
-    Row r of tensor i starts at ``(r // size_2 // size_1) * stride_0 + (r // size_2 % size_1) * stride_1 + r % size_2 *
-    stride_2`` elements. Outer dimensions that are one stride apart in every tensor are merged, which leaves sizes of 1
+    Row r starts at element ``(r // size_2 // size_1) * stride_0 + (r // size_2 % size_1) * stride_1 + r % size_2 *
+    stride_2``. Outer dimensions that are one stride apart in every tensor are merged, which leaves sizes of 1
     in the usual case.
 
     Attributes:
@@ -40,8 +40,8 @@ def row_order(strides: Ints) -> Ints:
     return tuple(sorted(range(len(strides) - 1), key=lambda dim: -strides[dim]))
 
 
-def row_walk(order: Ints, shape: Ints, *strides: Ints) -> RowWalk:
-    """The walk over tensors of ``shape`` [..., H] and these strides, up to 3 outer dimensions, in ``order``."""
+def merge_rows(order: Ints, shape: Ints, *strides: Ints) -> MergedRows:
+    """The rows of tensors of ``shape`` [..., H] and these strides, up to 3 outer dimensions, counted in ``order``."""
     sizes: list[int] = []
     merged: list[list[int]] = [[] for _ in strides]
     for dim in order:
@@ -61,7 +61,7 @@ def row_walk(order: Ints, shape: Ints, *strides: Ints) -> RowWalk:
     for size in sizes:
         rows *= size
     inner = (*sizes[1:], *[1] * missing) if sizes else (1, 1)
-    return RowWalk(rows, inner, tuple((*outer, *[0] * missing) for outer in merged))
+    return MergedRows(rows, inner, tuple((*outer, *[0] * missing) for outer in merged))
 
 
 def is_dense(order: Ints, shape: Ints, strides: Ints) -> bool:
@@ -90,38 +90,39 @@ def matrix_stride(shape: Ints, strides: Ints) -> int | None:
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``x``, as [N, H] where it has more outer dimensions than a row walk; a copy where its strides allow no view."""
+    """``x``, as [N, H] where it has more than 3 outer dimensions; a copy where its strides allow no view."""
     return x if x.ndim <= OUTER_DIMENSIONS + 1 else x.reshape(-1, x.shape[-1])
 
 
 def empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor of x's shape, dense, whose rows lie in memory in the order of x's rows."""
     if x.is_contiguous():
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
+        return torch.empty_like(x, dtype=dtype)
     return torch.empty_strided(x.shape, _dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
 
 
 def empty_row_values(x: torch.Tensor) -> torch.Tensor:
     """An uninitialised float32 tensor [...] with one value for each row of x [..., H], in the order of x's rows."""
-    shape = x.shape[:-1]
-    if x.is_contiguous():
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-    return torch.empty_strided(shape, _row_value_strides(x.shape, x.stride()), dtype=torch.float32, device=x.device)
+    shape, strides = _row_values(x.shape, x.stride())
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=1024)
 def _dense_strides(shape: Ints, strides: Ints) -> Ints:
-    return _strides_in_order(shape, (*_order_of_new(shape, strides), len(shape) - 1))
+    return _strides_in_order(shape, (*_order_of_new(strides), len(shape) - 1))
 
 
-@functools.lru_cache(maxsize=512)
-def _row_value_strides(shape: Ints, strides: Ints) -> Ints:
-    return _strides_in_order(shape[:-1], _order_of_new(shape, strides))
+@functools.lru_cache(maxsize=1024)
+def _row_values(shape: Ints, strides: Ints) -> tuple[Ints, Ints]:
+    """Shape and strides."""
+    outer = tuple(shape[:-1])
+    return outer, _strides_in_order(outer, _order_of_new(strides))
 
 
-def _order_of_new(shape: Ints, strides: Ints) -> Ints:
-    """That of the rows; of the dimensions where ``as_matrix`` views the tensor, so that it makes no copy."""
-    return row_order(strides) if len(shape) <= OUTER_DIMENSIONS + 1 else tuple(range(len(shape) - 1))
+def _order_of_new(strides: Ints) -> Ints:
+    """The order of the rows; for ``as_matrix``, which is to need no copy, the order of the dimensions."""
+    outer = len(strides) - 1
+    return row_order(strides) if outer <= OUTER_DIMENSIONS else tuple(range(outer))
 
 
 def _strides_in_order(shape: Ints, order: Ints) -> Ints:

@@ -138,7 +138,7 @@ def interpreted(backend: Backend, device: torch.device) -> bool:
     return backend == "triton" and device.type == "cpu"
 
 
-# The reduction, and what a trainer makes of its loss.
+# The reduction, and what a trainer does to its loss.
 HOW: dict[str, tuple[Reduction, Callable[[Tensor, float], Tensor]]] = {
     "mean": ("mean", lambda loss, items: loss),
     "mean_scaled": ("mean", lambda loss, items: loss * 0.3),

@@ -118,7 +118,7 @@ _Way = Literal["loss", "mean", "sum", "backward"]
 
 
 def cross_entropy_cases() -> list[OfflineCase]:
-    """Each way in bfloat16; each walk, alignment, dtype, epilogue and option where it meets the most code."""
+    """Each way in bfloat16; each tile, alignment, dtype, epilogue and option where it meets the most code."""
     plain = Epilogue(1.0, False, 1.0, torch.float32)
     capped = Epilogue(1 / 30, True, 30.0, torch.float32)
     scaled = Epilogue(0.0625, False, 1.0, torch.float32)

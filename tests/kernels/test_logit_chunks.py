@@ -26,7 +26,7 @@ from tests.kernels.linear_cross_entropy_oracle import (
 )
 from tests.kernels.watch import Watch
 
-# The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
+# The interpreter computes masked lanes as well, and numpy warns of overflow in them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
@@ -80,7 +80,7 @@ def test_chunks_in_buffers_of_the_callers(
         hidden, weight, bias = (t.to(device, dtype) for t in operands)
         labels, items = draw_labels(5, 70).to(device), torch.tensor(3.0, device=device)
         composed = compose(epilogue, dtype)
-        spec = LossSpec(IGNORED, 0.1, composed, composed.inner * composed.outer, None, None)
+        spec = LossSpec(IGNORED, 0.0, composed, composed.inner * composed.outer, None, None)
         head = Head(
             weight,
             bias if with_bias else None,
@@ -103,7 +103,7 @@ def test_chunks_in_buffers_of_the_callers(
 
         def named(function: Callable[..., Tensor], *tensors: Tensor) -> dict[str, Tensor]:
             def call(h: Tensor, w: Tensor, *b: Tensor) -> Tensor:
-                options: dict[str, Any] = {"epilogue": epilogue, "label_smoothing": 0.1, "reduction": "sum"}
+                options: dict[str, Any] = {"epilogue": epilogue, "reduction": "sum"}
                 return function(h, w, labels, bias=b[0] if b else None, **options) / items
 
             names = ("loss", "d_hidden", "d_weight", "d_bias")

@@ -99,7 +99,15 @@ def outcome(ys: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor], le
         ys, list(leaves.values()), [g.to(y.dtype) for g, y in zip(grad_outputs, ys, strict=True)]
     )
     result = {f"y{i}": y for i, y in enumerate(ys)}
-    return result | {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return result | {f"grad {name}": as_rows(name, grad) for name, grad in zip(leaves, grads, strict=True)}
+
+
+def as_rows(name: str, grad: torch.Tensor) -> torch.Tensor:
+    """The rows in which a gradient is measured: b's columns [O], as its rows have only as many elements as the rank.
+
+    The rms of one or two elements may be near 0, and the ratio of two largest errors relative to it is noise.
+    """
+    return grad.t() if name.startswith("b") and grad.ndim == 2 else grad
 
 
 def in_float64(x: torch.Tensor, ops: Sequence[Operand]) -> tuple[torch.Tensor, list[Operand]]:

@@ -1,7 +1,7 @@
-"""What lies between the rows of a matrix never reaches a result: NaN is planted there.
+"""The padding between the rows of a matrix affects no result: NaN is planted there.
 
-oneDNN's AMX product of bfloat16 and float16 reads on behind each row of its left operand and multiplies what it finds
-by 0. ``PaddingReader`` multiplies so on every CPU and GPU, and fills new memory with NaN.
+oneDNN's AMX product of bfloat16 and float16 reads beyond each row of its left operand and multiplies those elements by
+0. ``PaddingReader`` computes such products on every CPU and GPU, and fills new memory with NaN.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import slothplug
 from slothplug.kernels.backend import Backend, primitives_on, why_not_triton
 from slothplug.kernels.cross_entropy import Epilogue, LossSpec, RowStatistics, TorchPrimitives, Upstream
 from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
+from slothplug.kernels.matmul import matmul
 from tests.kernels.linear_cross_entropy_oracle import IGNORED, differentiate
 from tests.patching.architectures import step, tiny
 
-# The interpreter computes the padding behind the vocabulary, and numpy says that some of its exponentials overflow.
+# The interpreter computes masked lanes as well, and numpy warns of overflow in them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 class PaddingReader(TorchDispatchMode):
-    """New memory is NaN, and a product adds 0 times what lies behind each row of its left operand to the result."""
+    """New memory is NaN, and a product adds 0 times the padding after each row of its left operand to the result."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -59,7 +60,7 @@ def in_nan(x: Tensor, gap: int) -> Tensor:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("term", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_gradient_reads_behind_a_row(
+def test_no_gradient_depends_on_padding(
     dtype: torch.dtype, term: torch.dtype | None, reduction: Any, backend: Backend, device: torch.device
 ) -> None:
     torch.manual_seed(0)
@@ -81,10 +82,18 @@ def test_no_gradient_reads_behind_a_row(
         torch.testing.assert_close(mine, reference)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_column_view_is_a_left_operand(dtype: torch.dtype, device: torch.device) -> None:
+    left, right = torch.randn(20, 33).to(device, dtype), torch.randn(33, 5).to(device, dtype)
+    with PaddingReader():
+        got = matmul(in_nan(left, 3), right)
+    torch.testing.assert_close(got, left @ right)
+
+
 @pytest.mark.parametrize("top", [-200.0, 0.0, 200.0])
 @pytest.mark.parametrize("with_statistics", [False, True])
 @pytest.mark.parametrize("vocabulary", [5, 70, 600])
-def test_rows_neither_read_their_padding_nor_fill_it(
+def test_losses_neither_depend_on_padding_nor_write_to_it(
     vocabulary: int, with_statistics: bool, top: float, backend: Backend, device: torch.device
 ) -> None:
     """The padding of the logits holds zeros, which the products read: no d logits may be written to it."""

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from slothplug.exactness import assert_as_exact
 from slothplug.kernels.backend import Backend
 from slothplug.kernels.rms_norm import rms_norm
-from slothplug.kernels.row_layout import row_order, row_walk
+from slothplug.kernels.row_layout import merge_rows, row_order
 from tests.kernels.strided import strided
 
 Tensors = dict[str, torch.Tensor]
@@ -176,7 +176,7 @@ def test_every_hidden_size(hidden: int, backend: Backend, device: torch.device) 
 def test_more_rows_than_partial_sums(
     hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Programs that walk several tiles of rows, the last one in part, sum each row once."""
+    """Programs that merged several tiles of rows, the last one in part, sum each row once."""
     triton_rms_norm = pytest.importorskip("slothplug.kernels.triton.rms_norm")
     monkeypatch.setattr(triton_rms_norm, "_tile", lambda h: None if h > 64 else triton_rms_norm.Tile(64, 2, 1, 3))
     monkeypatch.setattr(triton_rms_norm, "_WIDE_PARTIAL_SUMS", 3)
@@ -245,14 +245,14 @@ def test_nothing_to_normalise(shape: tuple[int, ...], backend: Backend, device: 
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_qk_norm_reads_a_transposed_view_where_it_lies(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """[B, H, T, D] as a view of [B, T, H, D]: one row stride, and outputs laid out as the view; no copy of either."""
+def test_qk_norm_reads_a_transposed_view_without_a_copy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[B, H, T, D] as a view of [B, T, H, D]: one row stride, and outputs of the view's strides."""
     triton_rms_norm = pytest.importorskip("slothplug.kernels.triton.rms_norm")
     x = torch.randn(2, 5, 3, 64, device=device).transpose(1, 2)
     order = row_order(x.stride())
-    assert row_walk(order, x.shape, x.stride()) == (30, (1, 1), ((64, 0, 0),))
+    assert merge_rows(order, x.shape, x.stride()) == (30, (1, 1), ((64, 0, 0),))
     other = torch.randn(2, 3, 5, 64, device=device)
-    assert row_walk(order, x.shape, other.stride(), x.stride()).strides[0] == (960, 64, 320)
+    assert merge_rows(order, x.shape, other.stride(), x.stride()).strides[0] == (960, 64, 320)
     pointers: list[int] = []
     launch = triton_rms_norm.launch
 

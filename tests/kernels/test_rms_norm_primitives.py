@@ -100,7 +100,7 @@ def test_a_residual_is_as_exact_as_stock(
         stock = stock_step(x, residual, weight, variant, grad_y, grad_h)
         assert torch.equal(ours["h"], stock["h"])
         h = stock["h"]
-        # Stock's 1 + w is rounded before it multiplies; that error is neither's.
+        # Stock rounds 1 + w before it multiplies: the oracle takes the rounded sum.
         scale = weight if variant.casting == "after_weight" else weight + variant.offset
         exact = variant if variant.casting == "after_weight" else variant._replace(offset=0.0)
         grad, grad_weight = oracle_gradients(h, scale, exact, grad_y, grad_h)
@@ -151,7 +151,7 @@ def test_any_shape_strides_and_destinations(data: st.DataObject, backend: Backen
     if accumulate:
         grad.copy_(grad_h)
     grad_weight = None if weight is None else torch.full((shape[-1],), torch.nan, device=device)
-    if with_residual:  # rstd lies in the order of x's rows, h perhaps in another
+    if with_residual:  # the order of rstd is that of x's rows, which may not be that of h's
         rstd = empty_row_values(h).copy_(rstd) if data.draw(st.booleans()) else rstd
     on.backward(grad_y, h, weight, rstd, variant, grad_x=grad, grad_weight=grad_weight, accumulate=accumulate)
     exact_grad, exact_weight = oracle_gradients(normalised, weight, variant, grad_y, grad_h)

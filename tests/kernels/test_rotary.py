@@ -328,7 +328,7 @@ def test_gradients_are_those_asked_for(trains: str, backend: Backend, device: to
     assert all(torch.equal(a, b) for a, b in zip((*before, *kept), (q, k, cos, sin, *g), strict=True))
 
 
-def test_an_output_that_nobody_used_gets_no_gradient(backend: Backend, device: torch.device) -> None:
+def test_an_unused_output_gets_no_gradient(backend: Backend, device: torch.device) -> None:
     q, k = (torch.randn(1, 2, 2, 4, device=device, requires_grad=True) for _ in range(2))
     cos, sin = torch.randn(2, 1, 2, 4, device=device)
     rotary(q, k, cos, sin, backend=backend)[1].sum().backward()

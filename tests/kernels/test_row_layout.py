@@ -22,16 +22,16 @@ def tensors(draw: st.DrawFn) -> list[torch.Tensor]:
 
 @given(tensors())
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_every_row_is_visited_where_it_lies(drawn: list[torch.Tensor]) -> None:
+def test_offsets_are_those_of_every_row(drawn: list[torch.Tensor]) -> None:
     first = drawn[0]
     order = row_layout.row_order(first.stride())
-    walk = row_layout.row_walk(order, first.shape, *(t.stride() for t in drawn))
-    assert walk.rows == math.prod(first.shape[:-1])
-    size_1, size_2 = walk.sizes
+    merged = row_layout.merge_rows(order, first.shape, *(t.stride() for t in drawn))
+    assert merged.rows == math.prod(first.shape[:-1])
+    size_1, size_2 = merged.sizes
     visited = []
-    for row in range(walk.rows):
+    for row in range(merged.rows):
         found = []
-        for t, (stride_0, stride_1, stride_2) in zip(drawn, walk.strides, strict=True):
+        for t, (stride_0, stride_1, stride_2) in zip(drawn, merged.strides, strict=True):
             outer = row // size_2
             offset = outer // size_1 * stride_0 + outer % size_1 * stride_1 + row % size_2 * stride_2
             found.append(t.as_strided(t.shape[-1:], t.stride()[-1:], t.storage_offset() + offset).tolist())
@@ -56,7 +56,7 @@ def test_a_view_as_a_matrix_has_the_row_stride(drawn: list[torch.Tensor]) -> Non
 
 @given(tensors())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_new_tensors_lie_in_the_order_of_the_rows(drawn: list[torch.Tensor]) -> None:
+def test_new_tensors_have_the_order_of_the_rows(drawn: list[torch.Tensor]) -> None:
     for t in drawn:
         order = row_layout.row_order(t.stride())
         rows, values = row_layout.empty_rows(t, torch.float16), row_layout.empty_row_values(t)
@@ -69,7 +69,7 @@ def test_new_tensors_lie_in_the_order_of_the_rows(drawn: list[torch.Tensor]) -> 
             assert values.is_contiguous()
 
 
-def test_more_dimensions_than_a_walk_has() -> None:
+def test_more_dimensions_than_three_outer_ones() -> None:
     x = torch.randn(2, 3, 2, 3, 4).transpose(0, 3)
     assert row_layout.empty_rows(x, torch.float32).is_contiguous()
     assert torch.equal(row_layout.as_matrix(x), x.reshape(-1, 4))

@@ -1,4 +1,4 @@
-"""Entropy and most likely word of every row, written beside the loss; and losses of impossible words."""
+"""Entropy and most likely token of every row, written with the loss; and losses of impossible tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slothplug.kernels.cross_entropy import RowStatistics
 from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from tests.kernels.linear_cross_entropy_oracle import EPILOGUES, IGNORED, apply_steps, differentiate, draw_labels
 
-# The interpreter computes the padding behind the vocabulary, which holds anything, and numpy says so.
+# The interpreter computes masked lanes as well, and numpy warns of overflow in them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
@@ -79,8 +79,8 @@ def test_long_rows(vocabulary: int, backend: Backend, device: torch.device) -> N
     assert found.argmax[1] == 40000
 
 
-def test_a_word_that_is_impossible(backend: Backend, device: torch.device) -> None:
-    """As PyTorch has it: an infinite loss for the word itself and for smoothing, 0 log 0 = nan in the entropy."""
+def test_an_impossible_token(backend: Backend, device: torch.device) -> None:
+    """As in PyTorch: an infinite loss for the token itself and with smoothing, 0 log 0 = nan in the entropy."""
     hidden = torch.tensor([[1.0, 0.5]], device=device)
     weight = torch.tensor([[-math.inf, 0.0], [1.0, 0.2], [0.3, 0.1]], device=device)
     for label, smoothing in ((0, 0.0), (0, 0.1), (1, 0.0), (1, 0.1)):

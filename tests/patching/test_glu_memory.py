@@ -273,6 +273,7 @@ def test_a_write_into_the_gate_before_the_last_layer_raises(rows: torch.Tensor) 
         torch.autograd.grad(out.sum(), [mlp.down_proj.weight])
 
 
+@pytest.mark.timeout(3600)  # it compiles, and a busy machine takes many times its CPU time
 def test_compiled_autograd() -> None:
     losses = []
     for patched in (True, False):

@@ -1,13 +1,13 @@
 """Cross-entropy of rows of logits on Triton, gradient in place. Formulas, byte counts: ../linear_cross_entropy.py.
 
-One program takes one row and walks the vocabulary twice. The first walk finds lse: every lane keeps its own running
-maximum and sum, with one exponential an element and one more for each group of eight, and no exchange between lanes
-until the end of the row. The second walk overwrites the logits with their gradients. It goes backwards, because what
-the first walk read last may still be in the L2 cache. Instructions count here: an H200 is nearly as busy with two
+One program serves one row in two passes. The first pass finds lse: every lane keeps its own running maximum and sum,
+with one exponential an element and one more for each group of eight, and no exchange between lanes until the end of the
+row. The second pass overwrites the logits with their gradients. It runs backwards, because what the first pass read
+last may still be in the L2 cache. The number of instructions matters here: an H200 is nearly as busy with two
 exponentials an element as with the element's bytes.
 
-Where the rows' statistics are asked for, the first walk also keeps every lane's sum of e^(z - max) (z - max), from
-which the entropy follows, and the column of its maximum.
+Where the rows' statistics are required, the first pass also keeps every lane's sum of e^(z - max) (z - max), from which
+the entropy follows, and the column of its maximum.
 
 Everything is float32 in registers. The softmax is computed from max and log-sum, not from lse: their sum would lose
 what a float32 of the size of the largest logit cannot hold.
@@ -27,8 +27,8 @@ from slothplug.kernels.row_layout import Ints
 from slothplug.kernels.triton.launch import Plan, cached_plan, launch
 
 
-class Walk(NamedTuple):
-    """Launch knobs of rows with at most ``max_vocabulary`` logits; ``block`` of them are taken at a time."""
+class Tile(NamedTuple):
+    """Launch knobs of rows with at most ``max_vocabulary`` logits, in blocks of ``block``."""
 
     max_vocabulary: int
     block: int
@@ -36,12 +36,12 @@ class Walk(NamedTuple):
 
 
 # 8 or 16 elements a thread: one or two 16-byte loads of bfloat16. H200, 2048 rows of 128256 logits: 0.33 ms with 32
-# warps, 0.36 with 16; reading and writing them once takes 0.25. A third of the second walk is read from memory again.
+# warps, 0.36 with 16; reading and writing them once takes 0.25. A third of the second pass is read from memory again.
 # With one row a multiprocessor (33 registers a thread) nothing is, but then latency shows, and the time is the same.
-_WALKS = (
-    Walk(max_vocabulary=512, block=512, num_warps=2),
-    Walk(max_vocabulary=2048, block=2048, num_warps=8),
-    Walk(max_vocabulary=2**62, block=16384, num_warps=32),
+_TILES = (
+    Tile(max_vocabulary=512, block=512, num_warps=2),
+    Tile(max_vocabulary=2048, block=2048, num_warps=8),
+    Tile(max_vocabulary=2**62, block=16384, num_warps=32),
 )
 # 8 elements a thread.
 _SCALE_BLOCK, _SCALE_WARPS = 1024, 4
@@ -92,21 +92,21 @@ def _rows_plan(
 ) -> Plan:
     """The launch for logits of ``shape`` and the row strides of logits, labels and grad_output."""
     rows, vocabulary = shape
-    walk = next(walk for walk in _WALKS if vocabulary <= walk.max_vocabulary)
+    tile = next(tile for tile in _TILES if vocabulary <= tile.max_vocabulary)
     shares = (1.0 - label_smoothing, label_smoothing / vocabulary)
     factors = (*split(epilogue.inner), *split(epilogue.outer), *split(slope))
     return Plan.of(
         _cross_entropy_rows_kernel,
         (rows,),
         (*strides, vocabulary, ignore_index, *shares, *factors),
-        walk.num_warps,
+        tile.num_warps,
         INNER=epilogue.inner != 1.0,
         TANH=epilogue.tanh,
         OUTER=epilogue.outer != 1.0,
         SLOPE=slope != 1.0,
         SMOOTHING=label_smoothing != 0.0,
         WRITE_GRAD=write_grad,
-        BLOCK=walk.block,
+        BLOCK=tile.block,
     )
 
 
@@ -200,7 +200,7 @@ def _distance(
 
 @triton.jit
 def _add_block(z: tl.tensor, maximum: tl.tensor, total: tl.tensor, GROUP: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Running maximum, and sum of exponentials relative to it, of every lane; a lane takes ``GROUP`` neighbours."""
+    """Running maximum, and sum of exponentials relative to it, of every lane; a lane has ``GROUP`` neighbours."""
     z = tl.reshape(z, [maximum.shape[0], GROUP])
     higher = tl.maximum(maximum, tl.max(z, 1))
     return higher, total * _exp(maximum - higher) + tl.sum(_exp(z - higher[:, None]), 1)
@@ -214,7 +214,7 @@ def _add_statistics(
     maximum: tl.tensor,
     total: tl.tensor,
     moment: tl.tensor,
-    place: tl.tensor,
+    best: tl.tensor,
     GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Before ``_add_block``: every lane's sum of e^(z - max) (z - max), and the first column of its best neighbours."""
@@ -225,7 +225,7 @@ def _add_statistics(
     distance = z - higher[:, None]
     terms = tl.where(columns[:, None] + tl.arange(0, GROUP)[None, :] < vocabulary, _exp(distance) * distance, 0.0)
     moment = (moment + (maximum - higher) * total) * _exp(maximum - higher) + tl.sum(terms, 1)
-    return moment, tl.where(higher > maximum, columns, place)
+    return moment, tl.where(higher > maximum, columns, best)
 
 
 @triton.jit
@@ -338,7 +338,7 @@ def _cross_entropy_rows_kernel(
 
     if class_weight_ptr is not None:
         nll_share = nll_share * tl.load(class_weight_ptr + label)
-    # Read before the second walk overwrites it; the reductions between the walks are the barrier.
+    # Read before the second pass overwrites it; the reductions between the passes are the barrier.
     x_target = tl.load(logits_ptr + label).to(tl.float32)
     z_target = _logits(x_target, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
 
@@ -347,27 +347,27 @@ def _cross_entropy_rows_kernel(
     # A finite start: -inf - (-inf) is nan, and logits may be -inf.
     maximum = tl.full([BLOCK // GROUP], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK // GROUP], tl.float32)
-    spread = tl.zeros([BLOCK], tl.float32)
+    distances = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK // GROUP], tl.float32)
-    place = tl.zeros([BLOCK // GROUP], tl.int32)
+    best = tl.zeros([BLOCK // GROUP], tl.int32)
     whole = vocabulary // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         columns = start + lanes
         x = tl.load(logits_ptr + columns).to(tl.float32)
         z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
         if entropy_ptr is not None:
-            moment, place = _add_statistics(z, start, vocabulary, maximum, total, moment, place, GROUP)
+            moment, best = _add_statistics(z, start, vocabulary, maximum, total, moment, best, GROUP)
         maximum, total = _add_block(z, maximum, total, GROUP)
         if SMOOTHING:
-            spread += _distance(z, anchor, columns, class_weight_ptr, vocabulary)
+            distances += _distance(z, anchor, columns, class_weight_ptr, vocabulary)
     columns = whole + lanes
     x = tl.load(logits_ptr + columns, mask=columns < logits_stride, other=0.0).to(tl.float32)
     z = _logits(x, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
     if SMOOTHING:
-        spread += _distance(z, anchor, columns, class_weight_ptr, vocabulary)
+        distances += _distance(z, anchor, columns, class_weight_ptr, vocabulary)
     z = tl.where(columns < vocabulary, z, float("-inf"))
     if entropy_ptr is not None:
-        moment, place = _add_statistics(z, whole, vocabulary, maximum, total, moment, place, GROUP)
+        moment, best = _add_statistics(z, whole, vocabulary, maximum, total, moment, best, GROUP)
     maximum, total = _add_block(z, maximum, total, GROUP)
 
     top = tl.max(maximum, 0)
@@ -379,7 +379,7 @@ def _cross_entropy_rows_kernel(
         row_moment = tl.sum((moment + (maximum - top) * total) * _exp(maximum - top), 0)
         tl.store(entropy_ptr + row, log_total - row_moment / row_total)
         # The last column where a row holds nan, and no lane has the maximum.
-        first = tl.min(tl.where(maximum == top, place, vocabulary - 1), 0)
+        first = tl.min(tl.where(maximum == top, best, vocabulary - 1), 0)
         near = first + tl.arange(0, GROUP)
         x_near = tl.load(logits_ptr + near, mask=near < vocabulary, other=0.0).to(tl.float32)
         z_near = _logits(x_near, inner_high, inner_low, outer_high, outer_low, INNER, TANH, OUTER)
@@ -396,7 +396,7 @@ def _cross_entropy_rows_kernel(
     if losses_ptr is not None:
         loss = nll_share * nll
         if SMOOTHING:
-            loss += smooth_share * (weight_sum * (log_total + (top - anchor)) - tl.sum(spread, 0))
+            loss += smooth_share * (weight_sum * (log_total + (top - anchor)) - tl.sum(distances, 0))
         tl.store(losses_ptr, loss)
 
     if WRITE_GRAD:
@@ -410,7 +410,7 @@ def _cross_entropy_rows_kernel(
             scale = scale / tl.load(divisor_ptr)
         slope = slope / row_total * scale
         smooth_share = smooth_share * scale
-        # Backwards: what the first walk read last is the likeliest to be in the L2 cache.
+        # Backwards: what the first pass read last is the likeliest to be in the L2 cache.
         for done in range(0, whole + 1, BLOCK):
             columns = whole - done + lanes
             mask = columns < logits_stride

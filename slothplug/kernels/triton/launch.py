@@ -79,6 +79,6 @@ def wider_warps(num_warps: int, width: int) -> int:
 def row_offset(
     row: tl.tensor, size_1: tl.tensor, size_2: tl.tensor, stride_0: tl.tensor, stride_1: tl.tensor, stride_2: tl.tensor
 ) -> tl.tensor:
-    """Offset in elements of row ``row`` (int64) of a tensor described by a ``RowWalk``."""
+    """Offset in elements of row ``row`` (int64) of a tensor described by a ``MergedRows``."""
     outer = row // size_2
     return (outer // size_1) * stride_0 + (outer % size_1) * stride_1 + (row % size_2) * stride_2

@@ -1,6 +1,6 @@
 """RMSNorm on Triton. Formulas and byte counts: slothplug/kernels/rms_norm.py.
 
-A row of up to 8192 elements stays in registers, so x (and the gradient) is read once. Longer rows are walked in blocks
+A row of up to 8192 elements stays in registers, so x (and the gradient) is read once. Longer rows are read in blocks
 of columns, and their second pass comes from the L2 cache. Short rows, as in QK-norm, share a program.
 
 The weight's gradient comes from a number of programs that the shape alone decides: each sums its rows in registers
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from slothplug.kernels.rms_norm import Variant
-from slothplug.kernels.row_layout import Ints, as_matrix, is_dense, row_order, row_walk
+from slothplug.kernels.row_layout import Ints, as_matrix, is_dense, merge_rows, row_order
 from slothplug.kernels.triton.launch import Plan, cached_plan, launch, row_offset
 
 
@@ -156,9 +156,9 @@ def _forward_plan(shape: Ints, x: Ints, y: Ints, rstd: Ints, variant: Variant) -
     """The launch for tensors of ``shape`` and these strides; None where there is nothing to normalise."""
     order = row_order(x)
     _check_rstd(order, shape, rstd)
-    walk = row_walk(order, shape, x, y)
-    arguments = (*walk.sizes, *walk.strides[0], x[-1], *walk.strides[1], variant.eps)
-    return _one_pass(_forward, _forward_wide, walk.rows, shape[-1], arguments, variant)
+    merged = merge_rows(order, shape, x, y)
+    arguments = (*merged.sizes, *merged.strides[0], x[-1], *merged.strides[1], variant.eps)
+    return _one_pass(_forward, _forward_wide, merged.rows, shape[-1], arguments, variant)
 
 
 @cached_plan
@@ -168,10 +168,10 @@ def _add_forward_plan(
     """As ``_forward_plan``."""
     order = row_order(x)
     _check_rstd(order, shape, rstd)
-    walk = row_walk(order, shape, x, residual, h, y)
-    of_x, of_residual, of_h, of_y = walk.strides
-    arguments = (*walk.sizes, *of_x, x[-1], *of_residual, residual[-1], *of_h, *of_y, variant.eps)
-    return _one_pass(_add_forward, _add_forward_wide, walk.rows, shape[-1], arguments, variant)
+    merged = merge_rows(order, shape, x, residual, h, y)
+    of_x, of_residual, of_h, of_y = merged.strides
+    arguments = (*merged.sizes, *of_x, x[-1], *of_residual, residual[-1], *of_h, *of_y, variant.eps)
+    return _one_pass(_add_forward, _add_forward_wide, merged.rows, shape[-1], arguments, variant)
 
 
 def _one_pass(
@@ -197,7 +197,7 @@ class _BackwardPlan(NamedTuple):
     """The launches of a backward: one for both gradients, or one for each where registers hold no whole row.
 
     Attributes:
-        rstd_order: the dimensions of rstd in the order in which it has to be copied; None where it lies so.
+        rstd_order: the order of dimensions in which rstd has to be copied; None where memory has that order.
         partial_sums: rows of partial sums of the weight's gradient.
         both, for_weight, for_x: the launches.
     """
@@ -223,12 +223,12 @@ def _backward_plan(
     """The launches for tensors of ``shape`` and these strides; None where there is nothing normalised."""
     order = row_order(x)
     rstd_order = None if is_dense(order, shape, rstd) else order
-    walk = row_walk(order, shape, grad_output, x, x if grad_x is None else grad_x)
-    rows, hidden = walk.rows, shape[-1]
+    merged = merge_rows(order, shape, grad_output, x, x if grad_x is None else grad_x)
+    rows, hidden = merged.rows, shape[-1]
     if rows == 0 or hidden == 0:
         return None
-    of_grad, of_x, of_grad_x = walk.strides
-    inputs = (*walk.sizes, *of_grad, grad_output[-1], *of_x, x[-1])
+    of_grad, of_x, of_grad_x = merged.strides
+    inputs = (*merged.sizes, *of_grad, grad_output[-1], *of_x, x[-1])
     constants = _constants(hidden, variant)
     tile = _tile(hidden)
     if tile is None:
