@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
 from functools import partial
-from operator import contains, getitem, is_
+from operator import attrgetter, contains, getitem, is_
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ from slothplug.patching.transforms import why_not_now
 
 _INERT_HOOKS = "transformers."
 """Hooks from here do not change what a module is: ``enable_input_require_grads`` marks an output."""
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that nobody calls, so that hooks on them never run."""
 
 
 class Watch:
@@ -139,7 +143,7 @@ class Binding:
                 and not any(map(contains, seen._without, seen._absent))
                 and all(map(_same_items, seen._mutable, seen._copies))
                 and list(map(_address, seen._tensors)) == self._addresses
-                and all(map(is_, map(_dtype, seen._tensors), self._dtypes))
+                and list(map(_dtype, seen._tensors)) == self._dtypes
             )
         except (KeyError, IndexError):  # something that was read is gone
             return False
@@ -152,7 +156,7 @@ def _same_items(container: Any, copy: Any) -> bool:
 
 
 _address = torch.Tensor.data_ptr
-_dtype = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_dtype = attrgetter("dtype")
 
 
 class Guard:
@@ -207,7 +211,8 @@ def _bind(root: nn.Module) -> Binding | Obstacle:
     facts: list[tuple[Served[Any, Any], Any]] = []
     for module in root.modules():
         own = module.__dict__
-        for hooks in (own["_forward_pre_hooks"], own["_forward_hooks"]):
+        called = type(module) not in _CONTAINERS
+        for hooks in (own["_forward_pre_hooks"], own["_forward_hooks"]) if called else ():
             if watch.empty(hooks):
                 continue
             if _has_foreign(hooks):
