@@ -78,4 +78,4 @@ def test_the_installed_trl(tmp_path: Path) -> None:
     trainer = object.__new__(trl.SFTTrainer)
     trainer.args = arguments(tmp_path, transformers.TrainingArguments)
     source = inspect.getsource(trl.SFTTrainer.compute_loss)
-    assert reads_token_statistics(trainer) == ("entropy_from_logits(outputs.logits)" in source)
+    assert reads_token_statistics(trainer) == ("entropy_from_logits(" in source)

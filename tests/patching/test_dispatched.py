@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 import slothplug
+from tests.patching.device import DEVICE
 from tests.patching.full_and_lora import assert_same, full, lora, step
 
 accelerate = pytest.importorskip("accelerate")
 
 
 def moved(model: nn.Module) -> Any:
-    return accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    return accelerate.dispatch_model(model, {"": DEVICE}, main_device=DEVICE, force_hooks=True)
 
 
 @pytest.mark.filterwarnings("ignore::slothplug.NothingFusedWarning")
@@ -37,7 +38,7 @@ def test_a_dispatched_model_is_left_with_the_true_reason(make: Callable[[], nn.M
 
 def test_offloaded_weights_are_named(tiny_llama: Callable[..., nn.Module]) -> None:
     model = tiny_llama(num_hidden_layers=1)
-    accelerate.cpu_offload(model.model.norm, execution_device=torch.device("cpu"))
+    accelerate.cpu_offload(model.model.norm, execution_device=torch.device(DEVICE))
     report = slothplug.patch(model)
     (left,) = report.left
     assert left.name == "model.norm"

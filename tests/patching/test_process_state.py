@@ -107,7 +107,7 @@ for key in sorted(before.keys() | after.keys(), key=repr):
 def python(script: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, cwd=ROOT,
-        timeout=500,
+        timeout=500, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
