@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 
 
 class PaddingReader(TorchDispatchMode):
-    """New memory is NaN; on a CPU a product adds 0 times the padding after each row of its left operand to the result."""
+    """New memory is NaN; on a CPU a product adds 0 times the padding after each row of its left operand."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
