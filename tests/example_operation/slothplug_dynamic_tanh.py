@@ -30,15 +30,19 @@ def slothplug_find_sites(model, settings):
             device, dtype = plugin.device_of(module), plugin.dtype_of(module)
             if kernel := plugin.kernel_for(NAME, device, dtype, settings):
                 proof = partial(prove, module, kernel)
-                yield plugin.Site(NAME, name, module, fast, None, kernel, proof, type(module))
+                yield plugin.Site(NAME, name, module, fast, None, kernel, proof, verdict_key=type(module))
             else:
                 yield plugin.Left(NAME, name, module, plugin.Refusal(f"no kernel for {dtype}"))
 
 
-def fast(module, served, x):
-    if refusal := plugin.why_not_now() or plugin.why_not_input(x, served.device_type):
-        return served.fall_back(module, refusal, x)
-    return served.calls.serve(served.kernel(x, module.alpha, module.weight, module.bias))
+def fast(module, served, /, *args, **kwargs):
+    if len(args) != 1 or kwargs:
+        return served.fall_back(module, plugin.OTHER_ARGUMENTS, *args, **kwargs)
+    if refusal := plugin.why_not_now() or plugin.why_not_input(args[0], served.device_type):
+        return served.fall_back(module, refusal, *args)
+    if args[0].dtype != torch.float32 or module.weight.dtype != torch.float32:
+        return served.fall_back(module, plugin.Refusal("proved in float32 only"), *args)
+    return served.calls.serve(served.kernel(args[0], module.alpha, module.weight, module.bias))
 
 
 def prove(module, kernel):

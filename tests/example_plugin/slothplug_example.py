@@ -4,7 +4,20 @@ from functools import partial
 
 import torch
 
-from slothplug.plugin import Kernel, Site, device_of, difference, dtype_of, hookimpl, kernel_for, probe_rows, twin
+from slothplug.plugin import (
+    OTHER_ARGUMENTS,
+    Kernel,
+    Site,
+    device_of,
+    difference,
+    dtype_of,
+    hookimpl,
+    kernel_for,
+    probe_rows,
+    twin,
+    why_not_input,
+    why_not_now,
+)
 
 
 def example_rms_norm(x, weight, eps, *, offset=0.0, casting="before_weight"):
@@ -31,8 +44,12 @@ def slothplug_find_sites(model, settings):
             yield Site("rms_norm", name, module, fast, module.eps, kernel, partial(prove, module, kernel), key)
 
 
-def fast(module, served, x):
-    return served.calls.serve(served.kernel(x, module.log_weight.exp(), served.spec))
+def fast(module, served, /, *args, **kwargs):
+    if len(args) != 1 or kwargs:
+        return served.fall_back(module, OTHER_ARGUMENTS, *args, **kwargs)
+    if refusal := why_not_now() or why_not_input(args[0], served.device_type):
+        return served.fall_back(module, refusal, *args)
+    return served.calls.serve(served.kernel(args[0], module.log_weight.exp(), served.spec))
 
 
 def prove(module, kernel):

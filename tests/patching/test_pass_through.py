@@ -19,7 +19,9 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import slothplug
+from slothplug.patching.predicates import OTHER_ARGUMENTS
 from tests.hf.tiny import llama, with_lora
+from tests.patching.full_and_lora import core, lora, reasons
 
 LENGTH, KEPT = 12, 5
 IDS = 3 + (torch.arange(2 * LENGTH).view(2, LENGTH) * 7) % 60
@@ -143,3 +145,20 @@ def test_an_unknown_argument_reaches_the_attention_function(
         assert all(one is marker for one in heard)
         counts.append(len(heard))
     assert counts[0] == counts[1]
+
+
+def test_modules_called_by_keyword() -> None:
+    """The names of a stock forward's arguments are part of how it may be called."""
+    model = lora()
+    report = slothplug.patch(model)
+    layer, x = core(model).model.layers[0], torch.randn(2, 3, 32)
+    head = core(model).lm_head
+    calls = [
+        (layer.input_layernorm, {"hidden_states": x}),
+        (layer.mlp, {"x": x}),
+        (layer.self_attn.q_proj, {"x": x}),
+        (head, {"x": x} if hasattr(head, "base_layer") else {"input": x}),
+    ]
+    for module, arguments in calls:
+        torch.testing.assert_close(module(**arguments), module(x))
+    assert OTHER_ARGUMENTS.reason in reasons(report)

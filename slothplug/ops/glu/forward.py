@@ -32,7 +32,7 @@ class GLUFacts(NamedTuple):
     reader: Reader | None = None
 
 
-def fast_glu(module: nn.Module, served: Served, *args: Any, **kwargs: Any) -> torch.Tensor:
+def fast_glu(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Takes the place of the MLP's forward."""
     mlp: GatedMLP = served.spec
     if len(args) != 1 or kwargs:

@@ -35,15 +35,14 @@ class HeadSpec:
     policy: StatisticsPolicy = field(default_factory=StatisticsPolicy)
 
 
-def fast_head(
-    module: nn.Module, served: Served[HeadSpec, LabelCounts], hidden: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
+def fast_head(module: nn.Module, served: Served[HeadSpec, LabelCounts], /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Takes the place of the head's forward."""
     forward = current_forward(served.context)
     if forward is None or forward.labels is None:
-        return served.fall_back(module, Refusal("called without labels"), hidden, *args, **kwargs)
-    if args or kwargs:
-        return served.fall_back(module, OTHER_ARGUMENTS, hidden, *args, **kwargs)
+        return served.fall_back(module, Refusal("called without labels"), *args, **kwargs)
+    if len(args) != 1 or kwargs:
+        return served.fall_back(module, OTHER_ARGUMENTS, *args, **kwargs)
+    hidden = args[0]
     if not is_patched(module) and not _stays_gathered(module):
         return served.fall_back(module, Refusal("its weights are freed when its call ends"), hidden)
     head_call = head_call_of(module, served, hidden)

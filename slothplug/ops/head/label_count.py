@@ -29,7 +29,7 @@ from slothplug.patching.transforms import why_not_now
 IGNORED = -100
 """The value of labels that the models of transformers ignore."""
 
-_WORTH_IT = 7 / 8
+_LARGEST_VALID_SHARE = 7 / 8
 """Where more than this share of the labels may count, every row takes part: there is little to leave out."""
 
 
@@ -110,7 +110,7 @@ def max_valid(labels: torch.Tensor, ignore_index: int) -> int | None:
     bound = labels.bound() if type(labels) is CountedLabels and ignore_index == IGNORED else None
     if bound is None:
         return _count_now(ordinary(labels), ignore_index)
-    return None if bound > _WORTH_IT * labels.numel() else bound
+    return None if bound > _LARGEST_VALID_SHARE * labels.numel() else bound
 
 
 class LabelCounts(SharedState):

@@ -31,10 +31,11 @@ class _Ready(NamedTuple):
     dtypes: Dtypes
 
 
-def fast_lora(module: nn.Module, served: LoraServed, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def fast_lora(module: nn.Module, served: LoraServed, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Takes the place of the LoRA layer's forward."""
-    if args or kwargs:
-        return served.fall_back(module, OTHER_ARGUMENTS, x, *args, **kwargs)
+    if len(args) != 1 or kwargs:
+        return served.fall_back(module, OTHER_ARGUMENTS, *args, **kwargs)
+    x = args[0]
     if refusal := why_not_now() or why_not_input(x, served.device_type):
         return served.fall_back(module, refusal, x)
     found = read_now(module, served)

@@ -26,11 +26,12 @@ class NormFacts(NamedTuple):
     eps: float
 
 
-def fast_norm(module: nn.Module, served: Served, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def fast_norm(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Takes the place of the norm's forward."""
     norm: Norm = served.spec
-    if args or kwargs:
-        return served.fall_back(module, OTHER_ARGUMENTS, x, *args, **kwargs)
+    if len(args) != 1 or kwargs:
+        return served.fall_back(module, OTHER_ARGUMENTS, *args, **kwargs)
+    x = args[0]
     facts = facts_of(served)
     if facts is None:
         facts = read_norm(module, norm) if norm.settled.fits(module) else _CHANGED

@@ -52,7 +52,7 @@ _announced = _Announced()
 _CHANGED = Refusal("its class's forward, or a global that it reads, was replaced after the patch")
 
 
-def fast_rotary(module: nn.Module, served: Served, *args: Any, **kwargs: Any) -> Any:
+def fast_rotary(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the module's forward: runs the copy, in which rotary functions ask for ``served``."""
     exchange: Exchange = served.spec
     facts = facts_of(served)
