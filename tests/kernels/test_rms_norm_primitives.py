@@ -223,3 +223,16 @@ def test_a_buffer_for_rstd_in_another_order_is_refused(device: torch.device) -> 
     x = torch.randn(2, 3, 5, 8, device=device).transpose(1, 2)
     with pytest.raises(ValueError, match="empty_row_values"):
         primitives("triton").forward(x, None, VARIANTS[0], torch.empty_like(x), torch.empty(2, 5, 3, device=device))
+
+
+def test_a_destination_with_gaps_in_its_rows_is_refused(device: torch.device) -> None:
+    pytest.importorskip("triton")
+    x, gaps, on = torch.randn(3, 8, device=device), torch.empty(3, 16, device=device)[:, ::2], primitives("triton")
+    rstd = empty_row_values(x)
+    with pytest.raises(ValueError, match="last dimension of stride 1"):
+        on.forward(x, None, VARIANTS[0], gaps, rstd)
+    for h, y in ((gaps, x), (x, gaps)):
+        with pytest.raises(ValueError, match="last dimension of stride 1"):
+            on.add_forward(x, x, None, VARIANTS[0], h, y, rstd)
+    with pytest.raises(ValueError, match="last dimension of stride 1"):
+        on.backward(x, x, None, rstd, VARIANTS[0], grad_x=gaps)
