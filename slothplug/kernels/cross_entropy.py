@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from slothplug.kernels.backend import Backend, primitives_on
+
 # What a model does to its logits before the loss: ("mul", factor), ("div", divisor), ("tanh", None), ("cast", dtype).
 EpilogueStep = tuple[Literal["mul", "div", "tanh", "cast"], Any]
 
@@ -110,6 +112,11 @@ class Primitives(Protocol):
         """
 
 
+def primitives(backend: Backend) -> Primitives:
+    """The functions of ``backend``. Those of Triton compute in float32: float64 logits are for PyTorch's."""
+    return primitives_on(backend, _TorchPrimitives, "cross_entropy")
+
+
 def compose(steps: Sequence[EpilogueStep], dtype: torch.dtype) -> Epilogue:
     """The steps as one ``Epilogue``; factors are multiplied in float64."""
     factors, tanh = [1.0, 1.0], False
@@ -151,7 +158,7 @@ def slice_statistics(statistics: RowStatistics, start: int, stop: int) -> RowSta
     return RowStatistics(statistics.entropy[start:stop], statistics.argmax[start:stop])
 
 
-class TorchPrimitives:
+class _TorchPrimitives:
     @staticmethod
     def cross_entropy_rows(
         logits: torch.Tensor,

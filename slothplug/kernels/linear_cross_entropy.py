@@ -65,17 +65,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from slothplug.kernels.backend import Backend, primitives_on
+from slothplug.kernels.backend import Backend
 from slothplug.kernels.cross_entropy import (
     Epilogue,
     EpilogueStep,
     LossSpec,
     Primitives,
     RowStatistics,
-    TorchPrimitives,
     Upstream,
     compose,
     loss_arithmetic,
+    primitives,
     times,
 )
 from slothplug.kernels.logit_chunks import Gradients, Head, sweep
@@ -183,9 +183,8 @@ def linear_cross_entropy(
         scaling,
     )
     on: Backend = "torch" if loss_arithmetic(hidden.dtype) is torch.float64 else backend
-    primitives = primitives_on(on, TorchPrimitives, "cross_entropy")
     loss: torch.Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, u, b, labels, class_weight, statistics, options, primitives
+        hidden, weight, bias, u, b, labels, class_weight, statistics, options, primitives(on)
     )
     return loss
 

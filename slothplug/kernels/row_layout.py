@@ -89,11 +89,6 @@ def matrix_stride(shape: Ints, strides: Ints) -> int | None:
     return stride or 0
 
 
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``x``, as [N, H] where it has more than 3 outer dimensions; a copy where its strides allow no view."""
-    return x if x.ndim <= OUTER_DIMENSIONS + 1 else x.reshape(-1, x.shape[-1])
-
-
 def empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor of x's shape, dense, whose rows lie in memory in the order of x's rows."""
     if x.is_contiguous():
@@ -120,7 +115,7 @@ def _row_values(shape: Ints, strides: Ints) -> tuple[Ints, Ints]:
 
 
 def _order_of_new(strides: Ints) -> Ints:
-    """The order of the rows; for ``as_matrix``, which is to need no copy, the order of the dimensions."""
+    """The order of the rows; that of the dimensions where a kernel needs the view as a matrix."""
     outer = len(strides) - 1
     return row_order(strides) if outer <= OUTER_DIMENSIONS else tuple(range(outer))
 

@@ -175,6 +175,16 @@ def test_destinations_with_gaps(data: st.DataObject, backend: Backend, device: t
         torch.testing.assert_close(ours.double(), ref, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("transposed", ["grad_output", "gate", "up"])
+def test_inputs_whose_rows_do_not_collapse(transposed: str, backend: Backend, device: torch.device) -> None:
+    inputs = {name: torch.randn(2, 3, 8, device=device) for name in ("grad_output", "gate", "up")}
+    function = lambda g, u: glu(g, u, activation="silu", backend=backend)  # noqa: E731
+    expected = differentiate(function, *inputs.values())
+    inputs[transposed] = inputs[transposed].transpose(0, 1).contiguous().transpose(0, 1)
+    for got, reference in zip(differentiate(function, *inputs.values()), expected, strict=True):
+        assert_same(got, reference, backend)
+
+
 def test_a_destination_whose_rows_do_not_collapse_is_refused(device: torch.device) -> None:
     pytest.importorskip("triton")
     gate = torch.randn(2, 3, 8, device=device)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slothplug.kernels.backend import Backend, primitives_on
-from slothplug.kernels.cross_entropy import LossSpec, TorchPrimitives, Upstream, compose, loss_arithmetic
+from slothplug.kernels.backend import Backend
+from slothplug.kernels.cross_entropy import LossSpec, Upstream, compose, loss_arithmetic, primitives
 from slothplug.kernels.linear_cross_entropy import Reduction, linear_cross_entropy
 from slothplug.kernels.logit_chunks import Gradients, Head, chunk_buffer, chunk_gradients, chunk_loss, chunk_rows
 from tests.kernels.linear_cross_entropy_oracle import (
@@ -81,14 +81,7 @@ def test_chunks_in_buffers_of_the_callers(
         labels, items = draw_labels(5, 70).to(device), torch.tensor(3.0, device=device)
         composed = compose(epilogue, dtype)
         spec = LossSpec(IGNORED, 0.0, composed, composed.inner * composed.outer, None, None)
-        head = Head(
-            weight,
-            bias if with_bias else None,
-            None,
-            1.0,
-            spec,
-            primitives_on(backend, TorchPrimitives, "cross_entropy"),
-        )
+        head = Head(weight, bias if with_bias else None, None, 1.0, spec, primitives(backend))
         losses = torch.full((5,), torch.nan, device=device)
         grad_weight = torch.full_like(weight, torch.nan, dtype=loss_arithmetic(dtype))
         grad_bias = torch.full_like(bias, torch.nan, dtype=loss_arithmetic(dtype)) if with_bias else None

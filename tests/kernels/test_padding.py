@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slothplug
-from slothplug.kernels.backend import Backend, primitives_on, why_not_triton
-from slothplug.kernels.cross_entropy import Epilogue, LossSpec, RowStatistics, TorchPrimitives, Upstream
+from slothplug.kernels.backend import Backend, why_not_triton
+from slothplug.kernels.cross_entropy import Epilogue, LossSpec, RowStatistics, Upstream, primitives
 from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
 from slothplug.kernels.matmul import matmul
 from tests.kernels.linear_cross_entropy_oracle import IGNORED, differentiate
@@ -98,7 +98,6 @@ def test_losses_neither_depend_on_padding_nor_write_to_it(
     vocabulary: int, with_statistics: bool, top: float, backend: Backend, device: torch.device
 ) -> None:
     """The padding of the logits holds zeros, which the products read: no d logits may be written to it."""
-    primitives = primitives_on(backend, TorchPrimitives, "cross_entropy")
     pitch = (vocabulary + 64) // 64 * 64
     labels = torch.tensor([1, IGNORED, 4, 0], device=device)
     spec = LossSpec(IGNORED, 0.1, Epilogue(1.0, False, 1.0, torch.float32), 1.0, None, None)
@@ -109,7 +108,9 @@ def test_losses_neither_depend_on_padding_nor_write_to_it(
         logits[:, :vocabulary] = values
         losses = torch.empty(4, device=device)
         statistics = RowStatistics.empty(4, device) if with_statistics else None
-        primitives.cross_entropy_rows(logits[:, :vocabulary], labels, losses, spec, Upstream(None, None), statistics)
+        primitives(backend).cross_entropy_rows(
+            logits[:, :vocabulary], labels, losses, spec, Upstream(None, None), statistics
+        )
         return losses, logits[:, :vocabulary], logits[:, vocabulary:]
 
     losses, gradients, padding = run(0.0)

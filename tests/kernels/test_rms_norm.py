@@ -235,7 +235,7 @@ def test_backward_twice_gives_the_same_bits(backend: Backend, dtype: torch.dtype
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0)])
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (2, 1, 1, 3, 0), (1, 2, 0, 1, 8)])
 def test_nothing_to_normalise(shape: tuple[int, ...], backend: Backend, device: torch.device) -> None:
     x = torch.ones(shape, device=device, requires_grad=True)
     weight = torch.ones(shape[-1], device=device, requires_grad=True)

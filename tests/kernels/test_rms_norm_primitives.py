@@ -42,10 +42,10 @@ def oracle_gradients(
 
 
 def rows(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Rows of root mean square 1e-3, 1 and 1e3, of values that bfloat16 holds."""
+    """Rows of root mean square 1e-3, 1 and 1e3."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** (3 * torch.randint(-1, 2, (*shape[:-1], 1), generator=generator))
-    return (torch.randn(shape, generator=generator) * sizes).bfloat16().to(dtype)
+    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
 
 
 def stock_step(
@@ -108,6 +108,22 @@ def test_a_residual_is_as_exact_as_stock(
         return ours, stock, {**reference, "grad_weight": grad_weight}
 
     assert_as_exact(draw, 32 if hidden == 80 else 4, f"{backend} {variant}")
+
+
+@pytest.mark.parametrize("hidden", [80, 8200], ids=["tile", "wide"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_norm_is_that_of_the_rounded_sum(
+    variant: Variant, hidden: int, backend: Backend, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, residual, weight = (rows((6, hidden), dtype, seed).to(device) for seed in range(3))
+    on, weight = primitives(backend), weight[0]
+    h, y, separate = (torch.empty_like(x) for _ in range(3))
+    rstd, of_separate = empty_row_values(x), empty_row_values(x)
+    on.add_forward(x, residual, weight, variant, h, y, rstd)
+    on.forward(x + residual, weight, variant, separate, of_separate)
+    assert torch.equal(h, x + residual)
+    assert torch.equal(y, separate)
+    assert torch.equal(rstd, of_separate)
 
 
 @pytest.mark.parametrize(("of_x", "of_residual"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
@@ -207,3 +223,16 @@ def test_a_buffer_for_rstd_in_another_order_is_refused(device: torch.device) -> 
     x = torch.randn(2, 3, 5, 8, device=device).transpose(1, 2)
     with pytest.raises(ValueError, match="empty_row_values"):
         primitives("triton").forward(x, None, VARIANTS[0], torch.empty_like(x), torch.empty(2, 5, 3, device=device))
+
+
+def test_a_destination_with_gaps_in_its_rows_is_refused(device: torch.device) -> None:
+    pytest.importorskip("triton")
+    x, gaps, on = torch.randn(3, 8, device=device), torch.empty(3, 16, device=device)[:, ::2], primitives("triton")
+    rstd = empty_row_values(x)
+    with pytest.raises(ValueError, match="last dimension of stride 1"):
+        on.forward(x, None, VARIANTS[0], gaps, rstd)
+    for h, y in ((gaps, x), (x, gaps)):
+        with pytest.raises(ValueError, match="last dimension of stride 1"):
+            on.add_forward(x, x, None, VARIANTS[0], h, y, rstd)
+    with pytest.raises(ValueError, match="last dimension of stride 1"):
+        on.backward(x, x, None, rstd, VARIANTS[0], grad_x=gaps)

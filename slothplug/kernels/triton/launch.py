@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Plans of each kind that are kept, the latest used. Sequence lengths vary in training, and a plan is a few hundred
-# bytes: so many batch shapes may take turns before a launch is prepared again (some 10 us).
+# The number of plans of each kind in the cache, which drops the least recently used. Sequence lengths vary in training.
+# A plan is a few hundred bytes, and takes some 10 us to prepare.
 _PLANS = 1024
 
 Made = TypeVar("Made")

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from slothplug.kernels.rms_norm import Variant
-from slothplug.kernels.row_layout import Ints, as_matrix, is_dense, merge_rows, row_order
+from slothplug.kernels.row_layout import OUTER_DIMENSIONS, Ints, is_dense, merge_rows, row_order
 from slothplug.kernels.triton.launch import Plan, cached_plan, launch, row_offset
 
 
@@ -66,8 +66,8 @@ class TritonPrimitives:
     def forward(
         x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
     ) -> None:
-        if x.ndim > 4:
-            x, y, rstd = as_matrix(x), y.view(-1, y.shape[-1]), rstd.view(-1)
+        if x.ndim > OUTER_DIMENSIONS + 1:
+            x, y, rstd = x.flatten(0, -2), _matrix_view(y), rstd.view(-1)
         plan = _forward_plan(x.shape, x.stride(), y.stride(), rstd.stride(), variant)
         if plan is not None:
             launch(plan, x.device, x, _dense(weight), y, rstd)
@@ -82,9 +82,9 @@ class TritonPrimitives:
         y: torch.Tensor,
         rstd: torch.Tensor,
     ) -> None:
-        if x.ndim > 4:
-            x, residual, rstd = as_matrix(x), as_matrix(residual), rstd.view(-1)
-            h, y = h.view(-1, h.shape[-1]), y.view(-1, y.shape[-1])
+        if x.ndim > OUTER_DIMENSIONS + 1:
+            x, residual, rstd = x.flatten(0, -2), residual.flatten(0, -2), rstd.view(-1)
+            h, y = _matrix_view(h), _matrix_view(y)
         plan = _add_forward_plan(x.shape, x.stride(), residual.stride(), h.stride(), y.stride(), rstd.stride(), variant)
         if plan is not None:
             launch(plan, x.device, x, residual, _dense(weight), h, y, rstd)
@@ -101,9 +101,9 @@ class TritonPrimitives:
         grad_weight: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> None:
-        if x.ndim > 4:
-            grad_output, x, rstd = as_matrix(grad_output), as_matrix(x), rstd.reshape(-1)
-            grad_x = None if grad_x is None else grad_x.view(-1, grad_x.shape[-1])
+        if x.ndim > OUTER_DIMENSIONS + 1:
+            grad_output, x, rstd = grad_output.flatten(0, -2), x.flatten(0, -2), rstd.reshape(-1)
+            grad_x = None if grad_x is None else _matrix_view(grad_x)
         grad_x_strides = None if grad_x is None else grad_x.stride()
         needs_weight = grad_weight is not None
         plan = _backward_plan(
@@ -137,6 +137,10 @@ def _dense(weight: torch.Tensor | None) -> torch.Tensor | None:
     return None if weight is None else weight.contiguous()
 
 
+def _matrix_view(destination: torch.Tensor) -> torch.Tensor:
+    return destination.view(destination.shape[:-1].numel(), destination.shape[-1])
+
+
 def _constants(hidden: int, variant: Variant) -> dict[str, Any]:
     """The constants of every kernel that reads the weight."""
     return {"HIDDEN": hidden, "OFFSET": variant.offset, "BEFORE_WEIGHT": variant.casting == "before_weight"}
@@ -151,11 +155,18 @@ def _check_rstd(order: Ints, shape: Ints, strides: Ints) -> None:
         raise ValueError(f"rstd has strides {strides}: row_layout.empty_row_values makes one of the right strides")
 
 
+def _check_destinations(shape: Ints, *destinations: Ints) -> None:
+    for strides in destinations:
+        if strides[-1] != 1 and shape[-1] > 1:
+            raise ValueError(f"RMSNorm writes to a last dimension of stride 1, not to strides {strides}")
+
+
 @cached_plan
 def _forward_plan(shape: Ints, x: Ints, y: Ints, rstd: Ints, variant: Variant) -> Plan | None:
     """The launch for tensors of ``shape`` and these strides; None where there is nothing to normalise."""
     order = row_order(x)
     _check_rstd(order, shape, rstd)
+    _check_destinations(shape, y)
     merged = merge_rows(order, shape, x, y)
     arguments = (*merged.sizes, *merged.strides[0], x[-1], *merged.strides[1], variant.eps)
     return _one_pass(_forward, _forward_wide, merged.rows, shape[-1], arguments, variant)
@@ -168,6 +179,7 @@ def _add_forward_plan(
     """As ``_forward_plan``."""
     order = row_order(x)
     _check_rstd(order, shape, rstd)
+    _check_destinations(shape, h, y)
     merged = merge_rows(order, shape, x, residual, h, y)
     of_x, of_residual, of_h, of_y = merged.strides
     arguments = (*merged.sizes, *of_x, x[-1], *of_residual, residual[-1], *of_h, *of_y, variant.eps)
@@ -223,6 +235,8 @@ def _backward_plan(
     """The launches for tensors of ``shape`` and these strides; None where there is nothing normalised."""
     order = row_order(x)
     rstd_order = None if is_dense(order, shape, rstd) else order
+    if grad_x is not None:
+        _check_destinations(shape, grad_x)
     merged = merge_rows(order, shape, grad_output, x, x if grad_x is None else grad_x)
     rows, hidden = merged.rows, shape[-1]
     if rows == 0 or hidden == 0:
