@@ -7,12 +7,14 @@ the ``Guard`` compares all of it with what is there now, in a few passes that ru
 while nothing differs. A ``Binding`` is never changed: two calls that have the same one found the same state.
 
 Nothing is bound in a recompute or where a part of the model is called by itself, since no outermost call is in progress
-there, and nothing where foreign hooks may change the model inside the call. Modules decide for themselves then.
+there, and nothing where foreign code runs inside the call and may change the model: hooks, or forwards of the user's
+own. Modules decide for themselves then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
+import logging
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from operator import attrgetter, contains, getitem, is_
 from typing import Any
@@ -21,11 +23,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from slothplug.patching.private_class import stock_class
 from slothplug.patching.served import STATE, Served
 from slothplug.patching.transforms import why_not_now
 
-_INERT_HOOKS = "transformers."
-"""Hooks from here do not change what a module is: ``enable_input_require_grads`` marks an output."""
+logger = logging.getLogger("slothplug")
+
+_INERT = ("transformers.", "torch.", "peft.", "bitsandbytes.", "accelerate.", "trl.", "slothplug.")
+"""Forwards and hooks from these packages do not change what a served module is while the model is being called."""
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -61,8 +66,9 @@ class Watch:
         return value
 
     def absent(self, container: Mapping[Any, Any], key: Any) -> bool:
-        """Whether ``key`` is not in ``container``; noted where that is so."""
+        """Whether ``key`` is not in ``container``."""
         if key in container:
+            self.item(container, key)
             return False
         if self._is_new(container, key):
             self._without.append(container)
@@ -82,8 +88,8 @@ class Watch:
         return len(self._noted) > noted
 
     def empty(self, container: Sized) -> bool:
-        """Whether ``container`` is empty; noted where that is so."""
-        if len(container):
+        """Whether ``container`` is empty."""
+        if self.size(container) if len(container) else 0:
             return False
         self._empty.append(container)
         return True
@@ -106,7 +112,7 @@ class Watch:
         return tensor
 
     def unhooked(self, module: nn.Module) -> bool:
-        """Whether ``module``, which is part of the model, has no hooks and its own forward; noted where that is so."""
+        """Whether ``module``, which is part of the model, has no hooks and its own forward."""
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:  # these are noted for every module of the model
             return False
@@ -121,12 +127,12 @@ class Binding:
     """The state of a model in which its modules' facts hold.
 
     Attributes:
-        token: what ``Served.bound`` holds in the binding's place. A binding refers to the modules' own ``__dict__``,
-            and a state that referred to the binding would close a cycle, which keeps a deleted model's memory.
+        facts: what each served module's ``Bind`` answered. A binding refers to the modules' own ``__dict__``: a
+            module's state that referred to the binding would close a cycle, which keeps a deleted model's memory.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self.token = object()
+    def __init__(self, watch: Watch, facts: dict[Served[Any, Any], Any]) -> None:
+        self.facts = facts
         self._watch = watch
         self._addresses = [tensor.data_ptr() for tensor in watch._tensors]
         self._dtypes = [tensor.dtype for tensor in watch._tensors]
@@ -160,25 +166,16 @@ _dtype = attrgetter("dtype")
 
 
 class Guard:
-    """Gives each outermost call of one patched model the binding that holds for it.
+    """Gives each outermost call of one root, a patched model or a wrapper of it, the binding that holds for it."""
 
-    A state that one call has and the next has not (``with model.disable_adapter():``) costs no new binding: a model is
-    bound anew when two calls in a row differ from what was bound.
-    """
-
-    __slots__ = ("_binding", "_differed", "_obstacle")
+    __slots__ = ("_binding", "_obstacle")
 
     def __init__(self) -> None:
         self.forget()
 
-    def __deepcopy__(self, memo: MutableMapping[int, Any]) -> Guard:
-        duplicate = memo[id(self)] = Guard()
-        return duplicate
-
     def forget(self) -> None:
         """Drops the binding, for a patch that serves more modules than before."""
         self._binding: Binding | None = None
-        self._differed = False
         self._obstacle: Obstacle | None = None
 
     def check(self, root: nn.Module) -> Binding | None:
@@ -186,16 +183,11 @@ class Guard:
         # Under a transform of torch.func the weights are wrappers without memory.
         if "_is_replica" in root.__dict__ or torch_module._has_any_global_hook() or why_not_now():
             return None
-        if self._obstacle is not None and self._obstacle():
+        if _runs_foreign_code(root) or (self._obstacle is not None and self._obstacle()):
             return None
-        if self._binding is not None:
-            if self._binding.holds():
-                self._differed = False
-                return self._binding
-            if not self._differed:
-                self._differed = True
-                return None
-        self._differed = False
+        if self._binding is not None and self._binding.holds():
+            return self._binding
+        self._binding = None
         found = _bind(root)
         self._binding, self._obstacle = (found, None) if isinstance(found, Binding) else (None, found)
         return self._binding
@@ -206,30 +198,42 @@ Obstacle = Callable[[], bool]
 
 
 def _bind(root: nn.Module) -> Binding | Obstacle:
-    """Asks every served module below ``root`` for its facts; an ``Obstacle`` where foreign hooks are there."""
+    """Asks every served module below ``root`` for its facts; an ``Obstacle`` where foreign code runs inside a call."""
     watch = Watch()
-    facts: list[tuple[Served[Any, Any], Any]] = []
+    facts: dict[Served[Any, Any], Any] = {}
     for module in root.modules():
         own = module.__dict__
-        called = type(module) not in _CONTAINERS
-        for hooks in (own["_forward_pre_hooks"], own["_forward_hooks"]) if called else ():
-            if watch.empty(hooks):
-                continue
-            if _has_foreign(hooks):
-                return partial(_has_foreign, hooks)
-            watch.size(hooks)
+        if type(module) not in _CONTAINERS:
+            for hooks in (own["_forward_pre_hooks"], own["_forward_hooks"]):
+                if watch.empty(hooks):
+                    continue
+                if _has_foreign(hooks):
+                    return partial(_has_foreign, hooks)
+                watch.content(hooks, dict(hooks))
+            if module is not root:  # which refers to its guard, and is asked at every call
+                if _runs_foreign_code(module):
+                    return partial(_runs_foreign_code, module)
+                watch.absent(own, "forward")
+                watch.type_of(module)
         for name, child in own["_modules"].items():
             served = None if child is None else child.__dict__.get(STATE)
             if isinstance(served, Served) and served.bind is not None:
                 watch.item(own["_modules"], name)
-                facts.append((served, served.bind(child, served, watch)))
-    if not facts:
-        return lambda: True
-    binding = Binding(watch)
-    for served, found in facts:
-        served.bound = binding.token, found
-    return binding
+                try:
+                    facts[served] = served.bind(child, served, watch)
+                except Exception:
+                    logger.exception("slothplug: bind of %s failed at %s, which decides on every call", served.op, name)
+    return Binding(watch, facts) if facts else lambda: True
 
 
 def _has_foreign(hooks: Mapping[int, Any]) -> bool:
-    return not all((getattr(hook, "__module__", None) or "").startswith(_INERT_HOOKS) for hook in hooks.values())
+    return not all(map(_is_inert, hooks.values()))
+
+
+def _runs_foreign_code(module: nn.Module) -> bool:
+    """True if a module's forward is written by somebody who may change the model inside a call."""
+    return not (_is_inert(stock_class(module).forward) and _is_inert(module.__dict__.get("forward", _is_inert)))
+
+
+def _is_inert(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(_INERT)

@@ -65,10 +65,10 @@ def facts_of(served: Served[Any, Any]) -> Any:
 
     The answer is that of the operation's ``Bind``, a ``Refusal`` included.
     """
-    forward, bound = _active.forward, served.bound
-    if forward is None or bound is None or forward.binding is None or forward.binding.token is not bound[0]:
+    forward = _active.forward
+    if forward is None or forward.binding is None:
         return None
-    return bound[1]
+    return forward.binding.facts.get(served)
 
 
 class Outermost:
@@ -76,11 +76,11 @@ class Outermost:
 
     __slots__ = ("context", "guard")
 
-    def __init__(self, context: ModelContext, guard: Guard) -> None:
-        self.context, self.guard = context, guard
+    def __init__(self, context: ModelContext) -> None:
+        self.context, self.guard = context, Guard()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outermost:
-        return Outermost(copy.deepcopy(self.context, memo), copy.deepcopy(self.guard, memo))
+        return Outermost(copy.deepcopy(self.context, memo))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections import Counter
@@ -23,7 +24,6 @@ from slothplug.errors import (
 )
 from slothplug.kernels.backend import why_not_triton
 from slothplug.patching.compiled import why_not_compiled
-from slothplug.patching.eligibility import Guard
 from slothplug.patching.forward_context import Outermost, with_call
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.precision import preserved_rng, stock_modes
@@ -31,7 +31,7 @@ from slothplug.patching.predicates import device_of, why_not_touchable
 from slothplug.patching.private_class import check_undoable, give_back, is_patched, stock_class, take, with_forward
 from slothplug.patching.report import Report, SiteReport
 from slothplug.patching.served import STATE, Calls, Served
-from slothplug.patching.sites import Left, Operation, Refusal, Site
+from slothplug.patching.sites import Kernel, Left, Operation, Refusal, Site
 from slothplug.patching.unwrap import wrappers_and_core
 from slothplug.plugins import operations, plugin_manager
 from slothplug.settings import Settings
@@ -115,7 +115,7 @@ def _patch(
     report.notes.extend(_judge_backend(core, settings))
 
     earlier = {module: module.__dict__[STATE] for module in core.modules() if is_patched(module)}
-    context, guard = _context_of(earlier, settings), _guard_of(earlier)
+    context = _context_of(earlier, settings)
     refused = why_not_compiled(model) if refusal is None else dict.fromkeys(core.modules(), refusal)
     with stock_modes(_home(core)):
         sites = list(_proved_sites(core, settings, report, earlier, refused))
@@ -129,9 +129,11 @@ def _patch(
         for module in (*wrappers, core):
             if report.fused and not is_patched(module):
                 taken.append(module)
-                take(module, with_call, Outermost(context, guard))  # type: ignore[arg-type]
+                take(module, with_call, Outermost(context))  # type: ignore[arg-type]
                 context.outermost.add(module)
-        guard.forget()
+        for module in (*wrappers, *core.modules()):
+            if isinstance(state := module.__dict__.get(STATE), Outermost):
+                state.guard.forget()
         manager.hook.slothplug_after_patch(model=core, report=report)
         faults = (*manager.load_faults, *manager.faults[faults_before:])
         report.notes.extend(dict.fromkeys(fault.sentence for fault in faults))
@@ -159,11 +161,6 @@ def _context_of(earlier: Mapping[nn.Module, Served[Any, Any] | Outermost], setti
             f"places, or call slothplug.unpatch(model) first. The model was not changed."
         )
     return context
-
-
-def _guard_of(earlier: Mapping[nn.Module, Served[Any, Any] | Outermost]) -> Guard:
-    """The guard of an earlier patch of the model, or a new one."""
-    return next((state.guard for state in earlier.values() if isinstance(state, Outermost)), None) or Guard()
 
 
 def _home(core: nn.Module) -> torch.device:
@@ -250,7 +247,8 @@ def _verdict(site: Site[Any], settings: Settings) -> Refusal | None:
     """Why the probe refuses ``site``, or None; compares each verdict key once a process."""
     # The class's forward is part of it: somebody may have replaced that one since.
     forward, device = stock_class(site.module).forward, device_of(site.module)
-    key = (site.op, site.verdict_key, site.kernel.name, site.kernel.backend, device.type, forward)
+    kernel = (site.kernel.name, site.kernel.backend, _code_of(site.kernel))
+    key = (site.op, site.verdict_key, kernel, device.type, forward)
     if not settings.verify:
         return None
     if key not in _verdicts:
@@ -263,6 +261,14 @@ def _verdict(site: Site[Any], settings: Settings) -> Refusal | None:
                 return Refusal(f"its probe failed: {type(error).__name__}: {error}")
         _verdicts[key] = refusal and refusal.within(f"kernel {site.kernel.name}")
     return _verdicts[key]
+
+
+def _code_of(kernel: Kernel) -> Hashable:
+    """What tells a kernel's function from another of the same name."""
+    function = kernel.function
+    if not isinstance(function, functools.partial):
+        return function
+    return function.func, function.args, tuple(sorted(function.keywords.items()))
 
 
 def _serve(site: Site[Any], context: ModelContext, operation: Operation, report: Report) -> None:

@@ -60,11 +60,10 @@ class Served(Generic[Spec, Shared]):
         shared: what the operation's modules of that model share; None where they share nothing.
         calls: counters.
         bind: the operation's ``Bind``, or None.
-        bound: the token of an ``eligibility.Binding``, and what ``bind`` returned when that was made; None before.
     """
 
     __slots__ = (
-        "bind", "bound", "calls", "context", "device_type", "kernel", "name", "op", "original", "shared", "spec",
+        "bind", "calls", "context", "device_type", "kernel", "name", "op", "original", "shared", "spec",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +82,6 @@ class Served(Generic[Spec, Shared]):
         self.op, self.name, self.spec, self.kernel = op, name, spec, kernel
         self.device_type, self.original, self.context = device_type, original, context
         self.shared, self.calls, self.bind = shared, calls, bind
-        self.bound: tuple[object, Any] | None = None
 
     def fall_back(self, module: nn.Module, refusal: Refusal, *args: Any, **kwargs: Any) -> Any:
         """Answers a call with the original forward and counts why."""

@@ -165,7 +165,7 @@ def test_the_reference_is_float64_where_double_alone_is_not() -> None:
 
 def test_fused_sites_that_never_ran_are_no_equality(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every call falls back, both sides are stock, and equal numbers say nothing."""
-    monkeypatch.setattr("slothplug.ops.rms_norm._why_not", lambda *_: Refusal("always"))
+    monkeypatch.setattr("slothplug.ops.rms_norm.forward._why_not", lambda *_: Refusal("always"))
     monkeypatch.setattr(verify, "Settings", lambda: NORM_ONLY)
     result = runner.invoke(app, ["verify", str(config), "--layers", "1", "--draws", "2", "--device", "cpu"])
     assert result.exit_code == 1

@@ -83,6 +83,10 @@ class CountedLabels(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _changes_itself(func) and isinstance(args[0], cls):
+            args[0]._written = -1
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         sources = _sources(func, args, kwargs)
         ignores = func is torch.Tensor.__setitem__ and _ignores_more(*args)
         result = func(*tree_map_only(cls, ordinary, args), **tree_map_only(cls, ordinary, kwargs))
@@ -93,6 +97,12 @@ class CountedLabels(torch.Tensor):
         counts = tuple(count for source in sources if isinstance(source, cls) for count in source._counts)
         uncounted = sum(source._uncounted if isinstance(source, cls) else source.numel() for source in sources)
         return tree_map_only(torch.Tensor, lambda labels: _with_counts(labels, counts, uncounted), result)
+
+
+def _changes_itself(func: Callable[..., Any]) -> bool:
+    """True for in-place operations and for ``labels.data = ...``, which an alias would not pass on: shape, memory."""
+    name = func.__name__
+    return name == "__set__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def ordinary(labels: torch.Tensor) -> torch.Tensor:

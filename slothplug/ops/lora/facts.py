@@ -90,7 +90,7 @@ def _watch(module: nn.Module, watch: Watch) -> None:
     own: dict[str, Any] = module.__dict__
     active, modules = watch.item(own, "_active_adapter"), module._modules
     if type(active) is not str:
-        watch.size(active)
+        watch.content(active, list(active))
     watch.size(modules["lora_A"]._modules)  # type: ignore[union-attr]
     name = active_adapter(module)
     if isinstance(name, Refusal) or not watch.absent(watch.item(own, "lora_variant"), name):
