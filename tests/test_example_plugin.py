@@ -114,7 +114,7 @@ def test_a_new_operation_is_found_proved_served_and_undone(tmp_path: Path) -> No
     assert fused == "[('0', 'DyT', 'dynamic_tanh', 1), ('4', 'DyT', 'dynamic_tanh', 1)]"
     assert left == "[('2', 'kernel dynamic_tanh: output 0 d'), ('5', 'no kernel for torch.bfloat16')]"
     assert summary == "Dynamic Tanh with scale and shift in one pass"
-    assert len((OPERATION / "slothplug_dynamic_tanh.py").read_text().splitlines()) <= 50
+    assert len((OPERATION / "slothplug_dynamic_tanh.py").read_text().splitlines()) <= 55
 
 
 def test_the_documentation_quotes_them_word_for_word() -> None:
