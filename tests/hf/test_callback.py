@@ -198,7 +198,8 @@ def test_a_trainer_that_compiles_says_that_nothing_is_fused_before_step_0(
 ) -> None:
     model, fast = llama(layers=1), FastKernelsCallback()
     slothplug.patch(model)  # as Axolotl's plugin does before the trainer is built
-    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
+    # Without tf32=False transformers would allow TF32 for the rest of the process on a GPU.
+    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager", tf32=False)
     with pytest.warns(NothingFusedWarning, match="torch_compile is true"):
         trainer = Trainer(model, args, train_dataset=rows(8), callbacks=[fast])
     assert not patched_modules(model)
@@ -209,7 +210,7 @@ def test_a_trainer_that_compiles_says_that_nothing_is_fused_before_step_0(
 
 
 def test_a_trainer_that_compiles_is_refused_in_strict_mode(tmp_path: Path, one_accelerator: None) -> None:
-    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager")
+    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="eager", tf32=False)
     with pytest.raises(NothingFusedError, match="torch_compile is true"):
         Trainer(llama(layers=1), args, train_dataset=rows(8), callbacks=[FastKernelsCallback({"strict": True})])
 
