@@ -44,8 +44,20 @@ def step(model: nn.Module, **inputs: Any) -> Step:
     return train_step(model, input_ids=IDS, labels=LABELS, **inputs)
 
 
-def assert_same_step(got: Step, expected: Step) -> None:
+def moved_step(architecture: str) -> Step:
+    """The step of a stock model whose weights are all moved to a neighbouring float32."""
+    model = tiny(architecture)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
+    return step(model)
+
+
+def assert_same_step(got: Step, expected: Step, architecture: str | None = None) -> None:
     """Float32 steps that differ by the order of roundings only.
+
+    Some models magnify roundings, on some CPUs beyond the bound: with ``architecture`` a gradient may then be as far
+    from the expected one as that of ``moved_step``.
 
     Some gradients (a key's bias, to which softmax is blind) are sums that cancel: they are measured by the size of the
     model's gradients, not by their own.
@@ -54,4 +66,9 @@ def assert_same_step(got: Step, expected: Step) -> None:
     torch.testing.assert_close(got.loss, expected.loss, rtol=2e-6, atol=1e-6)
     largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
     for name, gradient in expected.gradients.items():
-        torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6 * largest, msg=name)
+        mine = got.gradients[name]
+        if architecture and not torch.allclose(mine, gradient, rtol=1e-4, atol=1e-6 * largest):
+            magnified = (moved_step(architecture).gradients[name] - gradient).abs().max()
+            assert (mine - gradient).abs().max() <= magnified, name
+        else:
+            torch.testing.assert_close(mine, gradient, rtol=1e-4, atol=1e-6 * largest, msg=name)

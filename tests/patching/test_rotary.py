@@ -28,7 +28,7 @@ def test_loss_and_every_gradient_equal_stock(architecture: str) -> None:
     classes, before = [type(m) for m in model.modules()], module_globals(model)
     attributes = [set(m.__dict__) for m in model.modules()]
     report = rotary_report(model)
-    assert_same_step(step(model), expected)
+    assert_same_step(step(model), expected, architecture)
     assert report.fused
     assert not report.left
     for site in report.fused:
