@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from slothplug.patching.fingerprint import same_items
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.served import STATE, Served
 from slothplug.patching.transforms import why_not_now
@@ -31,7 +32,6 @@ logger = logging.getLogger("slothplug")
 
 _INERT = ("transformers.", "torch.", "peft.", "bitsandbytes.", "accelerate.", "trl.", "slothplug.")
 """Forwards and hooks from these packages do not change what a served module is while the model is being called."""
-
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that nobody calls, so that hooks on them never run."""
@@ -66,7 +66,7 @@ class Watch:
         return value
 
     def absent(self, container: Mapping[Any, Any], key: Any) -> bool:
-        """Whether ``key`` is not in ``container``."""
+        """Whether ``key`` is not in ``container``; where it is, its item is noted."""
         if key in container:
             self.item(container, key)
             return False
@@ -88,11 +88,12 @@ class Watch:
         return len(self._noted) > noted
 
     def empty(self, container: Sized) -> bool:
-        """Whether ``container`` is empty."""
-        if self.size(container) if len(container) else 0:
-            return False
-        self._empty.append(container)
-        return True
+        """Whether ``container`` is empty; where it is not, its size is noted."""
+        if len(container) == 0:
+            self._empty.append(container)
+            return True
+        self.size(container)
+        return False
 
     def size(self, container: Sized) -> int:
         """``len(container)``."""
@@ -147,18 +148,12 @@ class Binding:
                 and list(map(len, seen._sized)) == seen._sizes
                 and all(map(is_, map(type, seen._objects), seen._types))
                 and not any(map(contains, seen._without, seen._absent))
-                and all(map(_same_items, seen._mutable, seen._copies))
+                and all(map(same_items, seen._mutable, seen._copies))
                 and list(map(_address, seen._tensors)) == self._addresses
                 and list(map(_dtype, seen._tensors)) == self._dtypes
             )
         except (KeyError, IndexError):  # something that was read is gone
             return False
-
-
-def _same_items(container: Any, copy: Any) -> bool:
-    # The plain type's comparison: a class derived from dict may compute its items.
-    plain: Any = type(copy)
-    return plain.__eq__(container, copy) is True
 
 
 _address = torch.Tensor.data_ptr

@@ -62,3 +62,9 @@ class _Identity:
 
     def __hash__(self) -> int:
         return self.hash
+
+
+def same_items(found: object, copy: Any) -> bool:
+    """Whether ``found`` has the items of ``copy``, a plain container; overridden comparisons are ignored."""
+    plain: Any = type(copy)
+    return isinstance(found, plain) and plain.__eq__(found, copy) is True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
 from collections import Counter
@@ -266,7 +265,7 @@ def _verdict(site: Site[Any], settings: Settings) -> Refusal | None:
 def _code_of(kernel: Kernel) -> Hashable:
     """What tells a kernel's function from another of the same name."""
     function = kernel.function
-    if not isinstance(function, functools.partial):
+    if not isinstance(function, partial):
         return function
     return function.func, function.args, tuple(sorted(function.keywords.items()))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slothplug.patching.fingerprint import attributes_of, same_value
+from slothplug.patching.fingerprint import attributes_of, same_items, same_value
 from slothplug.patching.forward_code import code_of, forward_code, members_mentioned
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.rebind_globals import global_names
@@ -139,18 +139,18 @@ class SettledItems:
         for space, names in self._absent:
             if not space.keys().isdisjoint(names):
                 return False
-        return not self._containers or all(map(_equal, self._containers, self._copies))
+        return not self._containers or all(map(same_items, self._containers, self._copies))
 
     def watch(self, watch: Watch) -> bool:
         """``fits()``; notes all that the answer depends on."""
         for space, key in zip(self._spaces, self._keys, strict=True):
-            _note(watch, space, key)
+            watch.absent(space, key)
         for container, copied in zip(self._containers, self._copies, strict=True):
-            if _equal(container, copied):
+            if same_items(container, copied):
                 watch.content(container, copied)
         for space, names in self._absent:
             for name in names:
-                _note(watch, space, name)
+                watch.absent(space, name)
         return self.fits()
 
     def numbers(self) -> Iterator[float]:
@@ -216,8 +216,8 @@ class Settled:
                 stock_class(module) is self._type
                 and _same(repeat(own), self._names, self._values)
                 and own.keys().isdisjoint(self._absent)
-                and (not self._copies or all(_equal(own[name], copied) for name, copied in self._copies.items()))
-                and (self._objects is None or self._objects.fits())
+                and (not self._copies or all(same_items(own[name], copied) for name, copied in self._copies.items()))
+                and self._objects.fits()
                 and self._elsewhere.fits()
             )
         except KeyError:
@@ -229,20 +229,18 @@ class Settled:
         watch.type_of(module)
         watch.size(own)
         for name in (*self._names, *self._copies):
-            _note(watch, own, name)
+            watch.absent(own, name)
         for name, copied in self._copies.items():
-            if name in own and _equal(own[name], copied):
+            if name in own and same_items(own[name], copied):
                 watch.content(own[name], copied)
-        if self._objects is not None:
-            self._objects.watch(watch)
+        self._objects.watch(watch)
         self._elsewhere.watch(watch)
         return self.fits(module)
 
     def numbers(self) -> Iterator[float]:
         """The numbers that the forward reads from elsewhere than the module's own attributes."""
         yield from self._elsewhere.numbers()
-        if self._objects is not None:
-            yield from self._objects.numbers()
+        yield from self._objects.numbers()
 
 
 def _read(space: Mapping[str, Any], name: str, names: frozenset[str] | None, depth: int = 0) -> _Read:
@@ -299,14 +297,3 @@ def _same(spaces: Iterable[Any], keys: Sequence[str], values: Sequence[Any]) -> 
     return all(map(is_, map(getitem, spaces, keys), values)) or all(
         same_value(space[key], value) for space, key, value in zip(spaces, keys, values, strict=False)
     )
-
-
-def _equal(found: Any, copy: Any) -> bool:
-    """Past the methods of container classes that derive from the plain ones."""
-    plain: Any = type(copy)
-    return isinstance(found, plain) and plain.__eq__(found, copy) is True
-
-
-def _note(watch: Watch, space: Any, key: str) -> None:
-    if not watch.absent(space, key):
-        watch.item(space, key)

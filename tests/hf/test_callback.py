@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 import slothplug
 from slothplug import NothingFusedError, NothingFusedWarning, SettingsError
 from slothplug.integrations.hf import FastKernelsCallback
+from slothplug.patching.served import STATE
 from tests.hf.tiny import RecordingTrainer, arguments, llama, patched_modules, rows, with_lora
 
 
@@ -280,3 +282,18 @@ def test_notes_of_a_framework_stand_in_the_report(tmp_path: Path) -> None:
     _trainer(tmp_path, llama(), callback).train()
     assert callback.report is not None
     assert callback.report.notes.count("its own kernels are off") == 1
+
+
+def test_what_may_be_decided_once_a_call_is_in_a_trainer_too(tmp_path: Path) -> None:
+    """Its own hooks, and the callback's, change nothing in the model."""
+    trainer = Trainer(llama(layers=1), arguments(tmp_path), train_dataset=rows(8), callbacks=[FastKernelsCallback()])
+    bound = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            bound.append(model.__dict__[STATE].guard._binding is not None)
+
+    trainer.add_callback(Note())
+    trainer.train()
+    assert bound
+    assert all(bound)

@@ -70,6 +70,25 @@ def test_labels_made_of_counted_ones_are_not_counted_again(
     assert int((derived != -100).sum()) <= 3
 
 
+CHANGE_THE_TENSOR: dict[str, Callable[[Any], object]] = {
+    "other data": lambda x: setattr(x, "data", torch.full_like(x, 7)),
+    "transposed": lambda x: x.t_(),
+    "a dimension more": lambda x: x.unsqueeze_(0),
+    "filled": lambda x: x.fill_(5),
+    "a keyword": lambda x: torch.neg_(input=x),
+    "other memory": lambda x: x.set_(torch.full((3,), 7)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGE_THE_TENSOR.values(), ids=CHANGE_THE_TENSOR)
+def test_a_tensor_that_is_changed_in_place_is_changed_and_counted_anew(change: Callable[[Any], object]) -> None:
+    labels, stock = counted(LABELS), LABELS.clone()
+    change(labels)
+    change(stock)
+    assert torch.equal(ordinary(labels), stock)
+    assert max_valid(labels, -100) == (stock != -100).sum()
+
+
 def test_a_prefix_of_unknown_labels_counts_whole(asked: list[torch.Tensor]) -> None:
     """As PEFT's prompts are put in front."""
     assert max_valid(torch.cat((torch.full((2, 2), -100), counted(LABELS)), dim=1), -100) == 3 + 4

@@ -17,6 +17,7 @@ from slothplug.hookspecs import hookimpl
 from slothplug.patching import patch as patch_module
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.proof import difference
+from slothplug.patching.sites import Kernel
 from tests.patching.device import DEVICE
 
 pytestmark = pytest.mark.core
@@ -206,3 +207,19 @@ def test_undoing_a_part_leaves_the_rest_patched(tiny_llama: Callable[..., nn.Mod
     assert not any(is_patched(module) for module in model.model.layers[0].modules())
     assert is_patched(model)
     assert is_patched(model.model.norm)
+
+
+def test_a_verdict_is_not_inherited_by_another_kernel_of_the_same_name(tiny_llama: Callable[..., nn.Module]) -> None:
+    assert slothplug.patch(tiny_llama(), {"ops": ["rms_norm"], "backend": "torch"}).fused
+
+    @hookimpl
+    def slothplug_kernel(operation: str) -> Kernel | None:
+        return Kernel("rms_norm", "torch", lambda x, *_, **__: x * 0) if operation == "rms_norm" else None
+
+    plugin = SimpleNamespace(slothplug_kernel=slothplug_kernel)
+    slothplug.plugin_manager().register(plugin)
+    try:
+        report = slothplug.patch(tiny_llama(), {"ops": ["rms_norm", "glu"], "backend": "torch"})
+    finally:
+        slothplug.plugin_manager().unregister(plugin)
+    assert {site.op for site in report.fused} == {"glu"}

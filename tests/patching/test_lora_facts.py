@@ -41,6 +41,17 @@ def switch(model: PeftModel) -> None:
     model.set_adapter("other")
 
 
+def another_in_the_callers_list(model: PeftModel) -> None:
+    """PEFT's layers hold the list that the caller passed."""
+    add_adapter(model)
+    names = ["default"]
+    model.base_model.set_adapter(names)
+    model(input_ids=IDS)
+    names[0] = "other"
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".other." in name)
+
+
 def delete_the_active(model: PeftModel) -> None:
     add_adapter(model)
     model.delete_adapter("default")
@@ -160,6 +171,7 @@ def other_class(model: PeftModel) -> None:
 
 
 CHANGES = [
+    another_in_the_callers_list,
     switch, delete_the_active, merge_and_unmerge, scale, scale_layers, other_scalings, freeze, thaw, other_dtype,
     adapters_in_bfloat16, data, rank_by_data, base_data, parameter, module_a, module_dict, base_bias,
     dropout_probability, dropout_module, no_cast, evaluate, backward_hook, own_forward, other_class,

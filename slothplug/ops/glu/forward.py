@@ -61,8 +61,7 @@ def bind(module: nn.Module, served: Served, watch: Watch) -> GLUFacts | Refusal:
     """The facts for as long as the MLP, its bypassed children and its last layer stay what they are."""
     mlp: GatedMLP = served.spec
     for name in (*mlp.bypassed, mlp.down):
-        if not watch.absent(module._modules, name):
-            watch.item(module._modules, name)
+        watch.absent(module._modules, name)
     for name, settled in mlp.settled.items():
         part: nn.Module | None = module._modules.get(name) if name else module
         if part is not None:

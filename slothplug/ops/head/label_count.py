@@ -83,7 +83,7 @@ class CountedLabels(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _changes_itself(func) and isinstance(args[0], cls):
+        if _changes_itself(func) and args and isinstance(args[0], cls):
             args[0]._written = -1
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -95,8 +95,7 @@ def _watch(module: nn.Module, watch: Watch) -> None:
     name = active_adapter(module)
     if isinstance(name, Refusal) or not watch.absent(watch.item(own, "lora_variant"), name):
         return
-    if not watch.absent(own, "cast_input_dtype_enabled"):
-        watch.item(own, "cast_input_dtype_enabled")
+    watch.absent(own, "cast_input_dtype_enabled")
     watch.item(watch.item(own, "scaling"), name)
     base: Any = watch.item(modules, "base_layer")
     parts = [base, *(watch.item(watch.item(modules, kind)._modules, name) for kind in _ADAPTER)]

@@ -48,8 +48,8 @@ def bind(module: nn.Module, served: Served, watch: Watch) -> NormFacts | Refusal
     norm: Norm = served.spec
     if not norm.settled.watch(module, watch):
         return _CHANGED
-    if isinstance(norm.eps, str) and not watch.absent(module.__dict__, norm.eps):
-        watch.item(module.__dict__, norm.eps)
+    if isinstance(norm.eps, str):
+        watch.absent(module.__dict__, norm.eps)
     if norm.weight is not None and not watch.absent(module._parameters, norm.weight):
         weight = watch.item(module._parameters, norm.weight)
         if weight is not None:
