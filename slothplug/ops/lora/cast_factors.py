@@ -13,6 +13,7 @@ one address and one shape, so theirs are cast where they are used.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,39 +32,36 @@ Key = tuple[int, ...]
 """Identities of the A's of operands that are computed together."""
 
 
-class _Source(NamedTuple):
-    """A parameter, and the address, version and shape at which it was read."""
+class _Copies(NamedTuple):
+    """The factors of operands that are computed together, and what they were cast from.
 
-    parameter: weakref.ref[torch.Tensor]
-    address: int
-    version: int
-    shape: torch.Size
+    Attributes:
+        parameters: the A's, then the B's.
+        read: address, version and shape at which each of them was read.
+    """
+
+    factors: Factors
+    parameters: tuple[weakref.ref[torch.Tensor], ...]
+    read: list[_Read]
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> _Source:
-        return cls(weakref.ref(parameter), parameter.data_ptr(), _version(parameter), parameter.shape)
+    def of(cls, factors: Factors, parameters: Sequence[torch.Tensor]) -> _Copies:
+        return cls(factors, tuple(map(weakref.ref, parameters)), list(map(_read, parameters)))
 
-    def is_current(self, parameter: torch.Tensor) -> bool:
+    def serves(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
         return (
-            self.parameter() is parameter
-            and self.address == parameter.data_ptr()
-            and self.version == _version(parameter)
-            and self.shape == parameter.shape
+            self.factors.a.dtype is dtype
+            and all(reference() is parameter for reference, parameter in zip(self.parameters, parameters, strict=True))
+            and self.read == list(map(_read, parameters))
         )
 
 
-def _version(parameter: torch.Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version
+_Read = tuple[int, int, torch.Size]
 
 
-class _Copies(NamedTuple):
-    """The factors of operands that are computed together, and what they were cast from."""
-
-    factors: Factors
-    sources: tuple[_Source, ...]
-
-    def serves(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-        return self.factors.a.dtype is dtype and all(map(_Source.is_current, self.sources, parameters))
+def _read(parameter: torch.Tensor) -> _Read:
+    version = 0 if parameter.is_inference() else parameter._version
+    return parameter.data_ptr(), version, parameter.shape
 
 
 class CastFactors(SharedState):
@@ -97,9 +95,8 @@ class CastFactors(SharedState):
         key = tuple(map(id, parameters[: len(operands)]))
         copies = self._copies.get(key)
         if copies is None or not copies.serves(parameters, dtype):
-            copies = _Copies(_cast([parameters], dtype)[0], tuple(map(_Source.of, parameters)))
-            self._copies[key] = copies
-        self._asked[key] = tuple(source.parameter for source in copies.sources)
+            copies = self._copies[key] = _Copies.of(_cast([parameters], dtype)[0], parameters)
+        self._asked[key] = copies.parameters
         return copies.factors
 
     def _begin(self, call: ForwardContext, dtype: torch.dtype) -> None:
@@ -114,7 +111,7 @@ class CastFactors(SharedState):
                 by_device.setdefault(parameters[0].device, {})[key] = parameters
         for groups in by_device.values():
             for (key, parameters), factors in zip(groups.items(), _cast(list(groups.values()), dtype), strict=True):
-                self._copies[key] = _Copies(factors, tuple(map(_Source.of, parameters)))
+                self._copies[key] = _Copies.of(factors, parameters)
 
 
 def _castable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -123,22 +120,53 @@ def _castable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _cast(groups: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> list[Factors]:
     """Casts the parameters of each group, first the A's and then the B's: one allocation, one launch on a GPU."""
-    sizes: list[int] = []
-    sources: list[torch.Tensor] = []
-    for parameters in groups:
-        half = len(parameters) // 2
-        sizes += [sum(a.numel() for a in parameters[:half]), *(b.numel() for b in parameters[half:])]
-        sources += parameters
-    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    parts = iter(torch.empty(sum(padded), dtype=dtype, device=sources[0].device).split(padded))
-    factors, targets = [], []
-    for parameters in groups:
-        half = len(parameters) // 2
-        ranks, size_in = [a.shape[0] for a in parameters[:half]], parameters[0].shape[1]
-        stacked = next(parts)[: sum(ranks) * size_in].view(sum(ranks), size_in)
-        b = [next(parts)[: b.numel()].view(b.shape) for b in parameters[half:]]
-        targets += [*stacked.split(ranks), *b]
-        factors.append(Factors(stacked, b))
+    layouts = [_layout(tuple(parameter.shape for parameter in parameters)) for parameters in groups]
+    buffer = torch.empty(sum(layout.size for layout in layouts), dtype=dtype, device=groups[0][0].device)
+    factors, targets, begin = [], [], 0
+    for layout in layouts:
+        a = [buffer.as_strided(shape, strides, begin + offset) for shape, strides, offset in layout.a]
+        b = [buffer.as_strided(shape, strides, begin + offset) for shape, strides, offset in layout.b]
+        targets += [*a, *b]
+        shape, strides, offset = layout.stacked_a
+        factors.append(Factors(a[0] if len(a) == 1 else buffer.as_strided(shape, strides, begin + offset), b))
+        begin += layout.size
     with torch.no_grad():
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, [parameter for parameters in groups for parameter in parameters])
     return factors
+
+
+_Place = tuple[tuple[int, int], tuple[int, int], int]
+"""Shape, strides and offset of a contiguous matrix in a buffer."""
+
+
+class _Layout(NamedTuple):
+    """Where the copies of one group lie, in elements from the beginning of the group's part of a buffer."""
+
+    size: int
+    stacked_a: _Place
+    a: tuple[_Place, ...]
+    b: tuple[_Place, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(shapes: tuple[torch.Size, ...]) -> _Layout:
+    """``shapes`` are those of the A's, [r_i, K], and then of the B's."""
+    half = len(shapes) // 2
+    a, b, end = [], [], 0
+    for rank, size_in in shapes[:half]:
+        a.append(_place(rank, size_in, end))
+        end += rank * size_in
+    stacked = _place(sum(rank for rank, _ in shapes[:half]), shapes[0][1], 0)
+    for size_out, rank in shapes[half:]:
+        end = _aligned(end)
+        b.append(_place(size_out, rank, end))
+        end += size_out * rank
+    return _Layout(_aligned(end), stacked, tuple(a), tuple(b))
+
+
+def _place(rows: int, columns: int, offset: int) -> _Place:
+    return (rows, columns), (columns, 1), offset
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
