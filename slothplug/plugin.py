@@ -12,11 +12,11 @@ A plugin is a module, or an object, with functions marked ``hookimpl`` whose nam
 - ``device_of``, ``dtype_of``, ``plain``, ``why_not_touchable`` are questions about a module, ``why_not_input``,
   ``why_not_now`` and ``OTHER_ARGUMENTS`` about a call.
 - ``twin``, ``probe_rows``, ``difference`` make a proof.
-- ``Watch`` and ``facts_of``: what is decided once for each call of the model (``Site.bind``), and what was.
+- ``Watch`` and ``facts_of``: what is decided once for each call of the model (``Site.bind``), and what was;
+  ``UNWATCHED`` takes the place of a ``Watch`` where a call decides for itself.
 """
 
 from slothplug.hookspecs import hookimpl
-from slothplug.patching.eligibility import Watch
 from slothplug.patching.forward_context import facts_of
 from slothplug.patching.model_context import SharedState
 from slothplug.patching.predicates import (
@@ -32,10 +32,12 @@ from slothplug.patching.served import Served
 from slothplug.patching.sites import Kernel, Left, Operation, Refusal, Site
 from slothplug.patching.transforms import why_not_now
 from slothplug.patching.twin import twin
+from slothplug.patching.watch import UNWATCHED, Watch
 from slothplug.plugins import kernel_for
 
 __all__ = [
     "OTHER_ARGUMENTS",
+    "UNWATCHED",
     "Kernel",
     "Left",
     "Operation",

@@ -14,7 +14,7 @@ own. Modules decide for themselves then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter, contains, getitem, is_
 from typing import Any
@@ -27,6 +27,7 @@ from slothplug.patching.fingerprint import same_items
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.served import STATE, Served
 from slothplug.patching.transforms import why_not_now
+from slothplug.patching.watch import Watch
 
 logger = logging.getLogger("slothplug")
 
@@ -35,93 +36,6 @@ _INERT = ("transformers.", "torch.", "peft.", "bitsandbytes.", "accelerate.", "t
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that nobody calls, so that hooks on them never run."""
-
-
-class Watch:
-    """Notes what is read from a model, so that ``Binding.holds`` can compare it later."""
-
-    def __init__(self) -> None:
-        self._containers: list[Any] = []
-        self._keys: list[Any] = []
-        self._values: list[object] = []
-        self._without: list[Mapping[Any, Any]] = []
-        self._absent: list[Any] = []
-        self._empty: list[Sized] = []
-        self._sized: list[Sized] = []
-        self._sizes: list[int] = []
-        self._objects: list[object] = []
-        self._types: list[type] = []
-        self._tensors: list[torch.Tensor] = []
-        self._mutable: list[Any] = []
-        self._copies: list[Any] = []
-        self._noted: set[tuple[int, Any]] = set()
-
-    def item(self, container: Mapping[Any, Any] | Sequence[Any], key: Any) -> Any:
-        """``container[key]``, compared by identity."""
-        value: object = container[key]
-        if self._is_new(container, key):
-            self._containers.append(container)
-            self._keys.append(key)
-            self._values.append(value)
-        return value
-
-    def absent(self, container: Mapping[Any, Any], key: Any) -> bool:
-        """Whether ``key`` is not in ``container``; where it is, its item is noted."""
-        if key in container:
-            self.item(container, key)
-            return False
-        if self._is_new(container, key):
-            self._without.append(container)
-            self._absent.append(key)
-        return True
-
-    def content(self, container: dict[Any, Any] | list[Any] | tuple[Any, ...], copy: Any) -> None:
-        """``container``, compared with ``copy``, which is of the plain type and equal to it now."""
-        if self._is_new(container, Watch.content):
-            self._mutable.append(container)
-            self._copies.append(copy)
-
-    def _is_new(self, container: object, key: object) -> bool:
-        """False for what was noted before: modules share configurations, globals and classes."""
-        noted = len(self._noted)
-        self._noted.add((id(container), key))
-        return len(self._noted) > noted
-
-    def empty(self, container: Sized) -> bool:
-        """Whether ``container`` is empty; where it is not, its size is noted."""
-        if len(container) == 0:
-            self._empty.append(container)
-            return True
-        self.size(container)
-        return False
-
-    def size(self, container: Sized) -> int:
-        """``len(container)``."""
-        self._sized.append(container)
-        self._sizes.append(len(container))
-        return len(container)
-
-    def type_of(self, value: object) -> type:
-        """The class of ``value``, compared by identity."""
-        self._objects.append(value)
-        self._types.append(type(value))
-        return type(value)
-
-    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``: its address and dtype are compared, which ``.data = ...`` and ``.to()`` change."""
-        self._tensors.append(tensor)
-        return tensor
-
-    def unhooked(self, module: nn.Module) -> bool:
-        """Whether ``module``, which is part of the model, has no hooks and its own forward."""
-        own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:  # these are noted for every module of the model
-            return False
-        return (
-            self.empty(own["_backward_hooks"])
-            and self.empty(own["_backward_pre_hooks"])
-            and self.absent(own, "forward")
-        )
 
 
 class Binding:

@@ -6,7 +6,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from slothplug.patching.sites import Refusal
 
@@ -32,19 +31,6 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 def plain(tensor: object) -> TypeGuard[torch.Tensor]:
     """True for an ordinary dense tensor: no DTensor, quantised or lazy subclass."""
     return type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
-
-
-def hooked(module: nn.Module) -> bool:
-    """True if the module has hooks, global hooks exist, or ``forward`` is overridden on the instance."""
-    own = module.__dict__
-    return bool(
-        torch_module._has_any_global_hook()
-        or own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-    )
 
 
 def why_not_input(x: object, device_type: str) -> Refusal | None:

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import repeat
 from operator import getitem, is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,9 +24,7 @@ from slothplug.patching.forward_code import code_of, forward_code, members_menti
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.rebind_globals import global_names
 from slothplug.patching.sites import Refusal
-
-if TYPE_CHECKING:
-    from slothplug.patching.eligibility import Watch
+from slothplug.patching.watch import UNWATCHED, Reads
 
 _CONSTANT = (
     bool, int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device, torch.layout,
@@ -130,28 +128,18 @@ class SettledItems:
             vars(both)[name] = mine + vars(other)[name]
         return both
 
-    def fits(self) -> bool:
+    def fits(self, reads: Reads = UNWATCHED) -> bool:
+        reads.items(self._spaces, self._keys)
         try:
             if not _same(self._spaces, self._keys, self._values):
                 return False
         except KeyError:
             return False
         for space, names in self._absent:
+            reads.items(repeat(space), names)
             if not space.keys().isdisjoint(names):
                 return False
-        return not self._containers or all(map(same_items, self._containers, self._copies))
-
-    def watch(self, watch: Watch) -> bool:
-        """``fits()``; notes all that the answer depends on."""
-        for space, key in zip(self._spaces, self._keys, strict=True):
-            watch.absent(space, key)
-        for container, copied in zip(self._containers, self._copies, strict=True):
-            if same_items(container, copied):
-                watch.content(container, copied)
-        for space, names in self._absent:
-            for name in names:
-                watch.absent(space, name)
-        return self.fits()
+        return not self._containers or all(map(partial(_same_content, reads), self._containers, self._copies))
 
     def numbers(self) -> Iterator[float]:
         """The numbers among the items, those of Python modules left out."""
@@ -209,33 +197,22 @@ class Settled:
         # Classes and globals are the same for a copy.
         return Settled(self._type, copy.deepcopy(self._attributes, memo), self._absent, self._elsewhere)
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module: nn.Module, reads: Reads = UNWATCHED) -> bool:
         own = module.__dict__
+        reads.size(own)  # stands for the names that are absent
+        reads.items(repeat(own), self._names)
+        reads.items(repeat(own), self._copies)
         try:
             return (
                 stock_class(module) is self._type
                 and _same(repeat(own), self._names, self._values)
                 and own.keys().isdisjoint(self._absent)
-                and (not self._copies or all(same_items(own[name], copied) for name, copied in self._copies.items()))
-                and self._objects.fits()
-                and self._elsewhere.fits()
+                and all(_same_content(reads, own[name], copied) for name, copied in self._copies.items())
+                and self._objects.fits(reads)
+                and self._elsewhere.fits(reads)
             )
         except KeyError:
             return False
-
-    def watch(self, module: nn.Module, watch: Watch) -> bool:
-        """``fits(module)``; notes all that the answer depends on."""
-        own = module.__dict__
-        watch.type_of(module)
-        watch.size(own)
-        for name in (*self._names, *self._copies):
-            watch.absent(own, name)
-        for name, copied in self._copies.items():
-            if name in own and same_items(own[name], copied):
-                watch.content(own[name], copied)
-        self._objects.watch(watch)
-        self._elsewhere.watch(watch)
-        return self.fits(module)
 
     def numbers(self) -> Iterator[float]:
         """The numbers that the forward reads from elsewhere than the module's own attributes."""
@@ -290,6 +267,13 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (*_CONSTANT, ModuleType)):
         return value
     raise _Unknown(f", which holds a {type(value).__name__}")
+
+
+def _same_content(reads: Reads, container: Any, copied: Any) -> bool:
+    same = same_items(container, copied)
+    if same:
+        reads.content(container, copied)
+    return same
 
 
 def _same(spaces: Iterable[Any], keys: Sequence[str], values: Sequence[Any]) -> bool:

@@ -18,9 +18,9 @@ from slothplug.kernels.backend import choose_backend, why_not_triton
 from slothplug.settings import Settings
 
 if TYPE_CHECKING:
-    from slothplug.patching.eligibility import Watch
     from slothplug.patching.model_context import SharedState
     from slothplug.patching.served import Served
+    from slothplug.patching.watch import Watch
 
 Spec = TypeVar("Spec")
 

@@ -15,10 +15,10 @@ from torch import nn
 import slothplug
 from slothplug.hookspecs import hookimpl
 from slothplug.patching import eligibility
-from slothplug.patching.eligibility import Watch
 from slothplug.patching.forward_context import current_forward, facts_of
 from slothplug.patching.served import STATE, Served
 from slothplug.patching.sites import Kernel, Operation, Refusal, Site
+from slothplug.patching.watch import Watch
 
 X = torch.ones(2, 4)
 

@@ -12,12 +12,12 @@ from torch import nn
 from slothplug.kernels.glu import DTYPES
 from slothplug.ops.glu.gated_mlp import GatedMLP, formula, gate_and_up
 from slothplug.ops.glu.recompute import Reader, bind_reader, recompute_product, saves_its_input
-from slothplug.patching.eligibility import Watch
 from slothplug.patching.forward_context import facts_of
-from slothplug.patching.predicates import OTHER_ARGUMENTS, hooked, plain, why_not_input
+from slothplug.patching.predicates import OTHER_ARGUMENTS, plain, why_not_input
 from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
 from slothplug.patching.transforms import why_not_now
+from slothplug.patching.watch import UNWATCHED, Reads, Watch
 
 
 class GLUFacts(NamedTuple):
@@ -60,29 +60,22 @@ def fast_glu(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any) ->
 def bind(module: nn.Module, served: Served, watch: Watch) -> GLUFacts | Refusal:
     """The facts for as long as the MLP, its bypassed children and its last layer stay what they are."""
     mlp: GatedMLP = served.spec
-    for name in (*mlp.bypassed, mlp.down):
-        watch.absent(module._modules, name)
-    for name, settled in mlp.settled.items():
-        part: nn.Module | None = module._modules.get(name) if name else module
-        if part is not None:
-            settled.watch(part, watch)
-            watch.unhooked(part)
-    last: Any = module._modules[mlp.down]
-    return _why_not_mlp(module, mlp) or _facts(served, bind_reader(last, watch))
+    refusal = _why_not_mlp(module, mlp, watch)
+    return refusal or _facts(served, bind_reader(watch.item(module._modules, mlp.down), watch))
 
 
 def _facts(served: Served, reader: Reader | None = None) -> GLUFacts:
     return GLUFacts(partial(served.kernel, **served.spec.arguments()), reader)
 
 
-def _why_not_mlp(module: nn.Module, mlp: GatedMLP) -> Refusal | None:
+def _why_not_mlp(module: nn.Module, mlp: GatedMLP, reads: Reads = UNWATCHED) -> Refusal | None:
     """Why the MLP does not compute what it computed when it was recognised."""
     modules: Mapping[str, Any] = module._modules
     for name, settled in mlp.settled.items():
-        part = modules.get(name) if name else module
-        if part is not None and name and hooked(part):
+        part = reads.get(modules, name) if name else module
+        if part is not None and name and not reads.unhooked(part):
             return Refusal(f"hooks on {name}")
-        if part is None or not settled.fits(part):
+        if part is None or not settled.fits(part, reads):
             dropout = part is not None and part.__dict__.get("p")
             return Refusal(f"dropout in {name}" if dropout else f"{name or 'the MLP'} was changed after the patch")
     return None

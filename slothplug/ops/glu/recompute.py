@@ -23,11 +23,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from slothplug.ops.peft_lora.layer import LoraParts, read_lora
-from slothplug.patching.eligibility import Watch
-from slothplug.patching.predicates import hooked
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.served import STATE, Served
 from slothplug.patching.sites import Refusal
+from slothplug.patching.watch import UNWATCHED, Watch
 
 
 class _Saved(NamedTuple):
@@ -125,7 +124,7 @@ def recompute_product(
 
 def _saves_unmodified(last: nn.Module) -> bool:
     if stock_class(last) is nn.Linear:
-        return not hooked(last)
+        return UNWATCHED.unhooked(last)
     served: Served | None = last.__dict__.get(STATE)
     return served is not None and served.op == "lora" and isinstance(read_lora(last), LoraParts)
 

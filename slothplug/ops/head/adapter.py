@@ -17,9 +17,10 @@ from slothplug.kernels.linear_cross_entropy import LowRank
 from slothplug.kernels.lora import DTYPES
 from slothplug.ops.peft_lora.layer import LoraParts, Precision, peft_layers, probed_adapter, read_lora, refusal_of
 from slothplug.ops.peft_lora.twins import SMALL_IN, regimes, small_twin
-from slothplug.patching.predicates import device_of, hooked, plain
+from slothplug.patching.predicates import device_of, plain
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal
+from slothplug.patching.watch import UNWATCHED
 
 
 class Parts(NamedTuple):
@@ -51,7 +52,7 @@ def parts_of(module: nn.Module) -> Parts | Refusal:
     own = module.__dict__
     if own["_disable_adapters"] and not own["merged_adapters"]:  # where they are merged, PEFT's forward unmerges
         base = own["_modules"]["base_layer"]
-        if hooked(base) or stock_class(base) is not nn.Linear:
+        if not UNWATCHED.unhooked(base) or stock_class(base) is not nn.Linear:
             return Refusal("adapters are disabled, and the base layer is no plain linear layer or has hooks")
         return Parts(base._parameters.get("weight"), base._parameters.get("bias"))
     found = read_lora(module, hooks_on_itself=True)

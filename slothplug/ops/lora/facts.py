@@ -15,12 +15,11 @@ from torch import nn
 from slothplug.kernels.lora import Dequantize
 from slothplug.ops.lora.dtypes import LayerDtypes
 from slothplug.ops.lora.siblings import Member
-from slothplug.ops.peft_lora.four_bit import watch_four_bit
-from slothplug.ops.peft_lora.layer import LoraParts, active_adapter, parts_of_adapter, read_lora
-from slothplug.patching.eligibility import Watch
+from slothplug.ops.peft_lora.layer import LoraParts, read_active, read_lora
 from slothplug.patching.forward_context import facts_of
 from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
+from slothplug.patching.watch import Watch
 
 
 class LoraSpec(NamedTuple):
@@ -77,37 +76,5 @@ def settle(module: nn.Module, parts: LoraParts) -> LoraFacts | Refusal:
 
 def bind(module: nn.Module, served: Served[LoraSpec, Any], watch: Watch) -> LoraFacts | Refusal:
     """The facts for the calls to come, whether adapters are enabled and merged now or not."""
-    _watch(module, watch)
-    name = active_adapter(module)
-    if isinstance(name, Refusal):
-        return name
-    parts = parts_of_adapter(module, name, dequantize=served.spec.dequantize)
+    parts = read_active(module, watch, dequantize=served.spec.dequantize)
     return parts if isinstance(parts, Refusal) else settle(module, parts)
-
-
-def _watch(module: nn.Module, watch: Watch) -> None:
-    """Notes everything that ``bind`` reads."""
-    own: dict[str, Any] = module.__dict__
-    active, modules = watch.item(own, "_active_adapter"), module._modules
-    if type(active) is not str:
-        watch.content(active, list(active))
-    watch.size(modules["lora_A"]._modules)  # type: ignore[union-attr]
-    name = active_adapter(module)
-    if isinstance(name, Refusal) or not watch.absent(watch.item(own, "lora_variant"), name):
-        return
-    watch.absent(own, "cast_input_dtype_enabled")
-    watch.item(watch.item(own, "scaling"), name)
-    base: Any = watch.item(modules, "base_layer")
-    parts = [base, *(watch.item(watch.item(modules, kind)._modules, name) for kind in _ADAPTER)]
-    for part in parts:
-        watch.type_of(part)
-        watch.unhooked(part)
-        for key in part._parameters:
-            parameter = watch.item(part._parameters, key)
-            if parameter is not None:
-                watch.tensor(parameter)
-    watch.unhooked(module)
-    watch_four_bit(base, watch)
-
-
-_ADAPTER = ("lora_A", "lora_B", "lora_dropout")

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from slothplug.kernels.lora import DTYPES, Dequantize, Packed
-from slothplug.patching.eligibility import Watch
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal
+from slothplug.patching.watch import UNWATCHED, Reads
 
 PEFT_LAYER = "peft.tuners.lora.bnb"
 
@@ -44,16 +44,18 @@ def peft_class() -> type[nn.Module] | None:
     return getattr(sys.modules.get(PEFT_LAYER), "Linear4bit", None)
 
 
-def why_not_packed(base: Any) -> Refusal | None:
+def why_not_packed(base: Any, reads: Reads = UNWATCHED) -> Refusal | None:
     """Why the base layer's weight cannot be multiplied by here."""
-    weight = base._parameters.get("weight")
+    weight = reads.get(base._parameters, "weight")
     library = sys.modules["bitsandbytes"]
     if type(weight) is not library.nn.Params4bit:
         return Refusal("its weights are sharded or elsewhere")
-    state = weight.quant_state
+    state = reads.get(weight.__dict__, "quant_state")
     if state is None:
         return Refusal("its weight is not quantised yet")
-    if getattr(state, "packing_format_for_cpu", False):
+    own = state.__dict__
+    reads.items((own, own), ("shape", "dtype"))
+    if reads.get(own, "packing_format_for_cpu", False):
         return REPACKED
     # dequantize_4bit transposes a weight of one row; bitsandbytes' own forward reshapes that weight first.
     if weight.shape[0] == 1 or len(state.shape) != 2:
@@ -76,32 +78,20 @@ def why_not_call(base: Any, x: torch.Tensor) -> Refusal | None:
     return _FEW_TOKENS if few and x.device.type == "cuda" else None
 
 
-def why_not_now(base: Any) -> Refusal | None:
+def why_not_now(base: Any, reads: Reads = UNWATCHED) -> Refusal | None:
     """Why the base layer's weight cannot be multiplied by in this call.
 
     bitsandbytes' own forward chooses ``compute_dtype`` and the bias's dtype in its first call.
     """
-    if refusal := why_not_packed(base):
+    if refusal := why_not_packed(base, reads):
         return refusal
-    if not base.compute_type_is_set or base.compute_dtype not in DTYPES:
+    own = base.__dict__
+    if not reads.item(own, "compute_type_is_set") or reads.item(own, "compute_dtype") not in DTYPES:
         return Refusal("its base layer has not chosen compute_dtype yet")
-    bias = base._parameters.get("bias")
+    bias = reads.get(base._parameters, "bias")
     if bias is not None and bias.dtype is not base.compute_dtype:
         return Refusal(f"its bias is {bias.dtype} still, and its base layer computes in {base.compute_dtype}")
     return None
-
-
-def watch_four_bit(base: Any, watch: Watch) -> None:
-    """Notes what ``why_not_now`` and ``packed`` read from a 4-bit base layer, beside its parameters."""
-    if not is_four_bit(base):
-        return
-    watch.item(base.__dict__, "compute_type_is_set")
-    watch.item(base.__dict__, "compute_dtype")
-    weight = base._parameters.get("weight")
-    if weight is not None and not watch.absent(weight.__dict__, "quant_state"):
-        state = watch.item(weight.__dict__, "quant_state").__dict__
-        if not watch.absent(state, "packing_format_for_cpu"):
-            watch.item(state, "packing_format_for_cpu")
 
 
 def packed(base: Any, dequantize: Dequantize | None = None) -> Packed:

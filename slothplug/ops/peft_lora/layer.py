@@ -17,9 +17,10 @@ from torch.nn.modules import module as torch_module
 from slothplug.kernels.lora import DENSE, BaseWeight, Dequantize, Operand
 from slothplug.ops.peft_lora import four_bit
 from slothplug.ops.peft_lora.four_bit import is_four_bit, peft_class, why_not_packed
-from slothplug.patching.predicates import dtype_of, hooked, why_not_touchable
+from slothplug.patching.predicates import dtype_of, why_not_touchable
 from slothplug.patching.private_class import stock_class
 from slothplug.patching.sites import Refusal
+from slothplug.patching.watch import UNWATCHED, Reads
 
 Precision = Literal["peft", "compute"]
 """The setting ``lora_precision``: adapters multiply in PEFT's dtypes, or in their input's."""
@@ -111,8 +112,7 @@ def read_lora(
     """
     if refusal := why_not_in_this_mode(module.__dict__):
         return refusal
-    name = active_adapter(module)
-    return name if isinstance(name, Refusal) else parts_of_adapter(module, name, hooks_on_itself, dequantize)
+    return read_active(module, UNWATCHED, hooks_on_itself, dequantize)
 
 
 def why_not_in_this_mode(own: dict[str, Any]) -> Refusal | None:
@@ -134,72 +134,69 @@ def active_dropout(dropout: nn.Module | None) -> nn.Module | None:
     return dropout if own["training"] and own["p"] > 0 else None
 
 
-def active_adapter(module: nn.Module) -> str | Refusal:
-    """The name of the only adapter of ``module`` that is active, whether it is a variant or not.
+def read_active(
+    module: nn.Module, reads: Reads, hooks_on_itself: bool = False, dequantize: Dequantize | None = None
+) -> LoraParts | Refusal:
+    """As ``read_lora``, whether adapters are enabled and merged or not.
 
     Reads ``__dict__`` and ``_modules`` directly, as all functions below do: attribute look-ups of nn.Module would cost
     more than all the rest.
     """
     own = module.__dict__
-    present, active = own["_modules"]["lora_A"]._modules, own["_active_adapter"]
-    if type(active) is not str:
-        names = [name for name in active if name in present]
-        if len(names) > 1:
-            return Refusal("several adapters are active")
-        return names[0] if names else _NO_ADAPTER
-    return active if active in present else _NO_ADAPTER
-
-
-def parts_of_adapter(
-    module: nn.Module, name: str, hooks_on_itself: bool = False, dequantize: Dequantize | None = None
-) -> LoraParts | Refusal:
-    """As ``read_lora``, for the adapter ``name``, whether adapters are enabled and merged or not."""
-    own = module.__dict__
-    if name in own["lora_variant"]:
-        return Refusal(f"the adapter is no plain LoRA ({type(own['lora_variant'][name]).__name__})")
-    base, first, second, dropout = parts = modules_of(module, name)
+    modules = own["_modules"]
+    name = _active_adapter(own, reads)
+    if isinstance(name, Refusal):
+        return name
+    variants = reads.item(own, "lora_variant")
+    if not reads.absent(variants, name):
+        return Refusal(f"the adapter is no plain LoRA ({type(variants[name]).__name__})")
+    base: nn.Module = reads.item(modules, "base_layer")
+    first: nn.Module = reads.item(reads.item(modules, "lora_A")._modules, name)
+    second: nn.Module = reads.item(reads.item(modules, "lora_B")._modules, name)
+    dropout: nn.Module = reads.item(reads.item(modules, "lora_dropout")._modules, name)
     if torch_module._has_any_global_hook():
         return Refusal("hooks on every module are set")
-    if (not hooks_on_itself and hooked(module)) or hooked(base) or hooked(first) or hooked(second):
-        return Refusal("it or a part of it has hooks, or a forward set by somebody else")
-    if refusal := _why_not_parts(*parts):
-        return refusal
-    if not own.get("cast_input_dtype_enabled", True):
+    if not hooks_on_itself and not reads.unhooked(module):
+        return _HOOKED
+    if not (reads.unhooked(base) and reads.unhooked(first) and reads.unhooked(second)):
+        return _HOOKED
+    if type(first) is not nn.Linear or type(second) is not nn.Linear:
+        return _NO_LINEAR
+    if type(dropout) not in _DROPOUTS:
+        return Refusal(f"its dropout is a {type(dropout).__name__}")
+    if not reads.unhooked(dropout):
+        return Refusal("its dropout has hooks")
+    if not reads.get(own, "cast_input_dtype_enabled", True):
         return Refusal("casting of the adapter's input is switched off")
     base_weight: BaseWeight = DENSE
     compute_dtype = None
     if not _is_linear(base):
         if not is_four_bit(base):
             return _NO_LINEAR
-        if refusal := four_bit.why_not_now(base):
+        if refusal := four_bit.why_not_now(base, reads):
             return refusal
-        base_weight, compute_dtype = four_bit.packed(base, dequantize), base.compute_dtype
-    operand = _operand(base_weight, base, first, second, own["scaling"][name])
+        base_weight, compute_dtype = four_bit.packed(base, dequantize), four_bit.computes_in(base)
+    operand = _operand(base_weight, base, first, second, reads.item(reads.item(own, "scaling"), name), reads)
     if isinstance(operand, Refusal):
         return operand
     return LoraParts(operand, dropout if type(dropout) is nn.Dropout else None, compute_dtype)
 
 
-def modules_of(module: nn.Module, name: str) -> tuple[Any, Any, Any, Any]:
-    """Base layer, A, B and dropout of the adapter ``name``."""
-    modules: dict[str, Any] = module._modules
-    return (
-        modules["base_layer"],
-        modules["lora_A"]._modules[name],
-        modules["lora_B"]._modules[name],
-        modules["lora_dropout"]._modules[name],
-    )
-
-
-def _why_not_parts(base: nn.Module, first: nn.Module, second: nn.Module, dropout: nn.Module) -> Refusal | None:
-    if type(first) is not nn.Linear or type(second) is not nn.Linear:
-        return _NO_LINEAR
-    if type(dropout) not in _DROPOUTS:
-        return Refusal(f"its dropout is a {type(dropout).__name__}")
-    return Refusal("its dropout has hooks") if hooked(dropout) else None
-
-
+_HOOKED = Refusal("it or a part of it has hooks, or a forward set by somebody else")
 _NO_LINEAR = Refusal("a part of it is not an nn.Linear")
+
+
+def _active_adapter(own: dict[str, Any], reads: Reads) -> str | Refusal:
+    """The name of the only adapter that is active in a layer whose ``__dict__`` is ``own``."""
+    present, active = own["_modules"]["lora_A"]._modules, reads.item(own, "_active_adapter")
+    reads.size(present)
+    if type(active) is str:
+        return active if active in present else _NO_ADAPTER
+    reads.content(active, list(active))
+    names = [name for name in active if name in present]
+    if len(names) > 1:
+        return Refusal("several adapters are active")
+    return names[0] if names else _NO_ADAPTER
 
 
 def _is_linear(base: nn.Module) -> bool:
@@ -208,19 +205,22 @@ def _is_linear(base: nn.Module) -> bool:
 
 
 def _operand(
-    base_weight: BaseWeight, base: nn.Module, first: nn.Module, second: nn.Module, scaling: object
+    base_weight: BaseWeight, base: nn.Module, first: nn.Module, second: nn.Module, scaling: object, reads: Reads
 ) -> Operand | Refusal:
-    base_parameters, second_parameters = base._parameters, second._parameters
-    weight: Any = base_parameters.get("weight")
-    a: Any = first._parameters.get("weight")
-    b: Any = second_parameters.get("weight")
-    bias, b_bias = base_parameters.get("bias"), second_parameters.get("bias")
+    weight, bias = _parameter(base, "weight", reads), _parameter(base, "bias", reads)
+    a, a_bias = _parameter(first, "weight", reads), _parameter(first, "bias", reads)
+    b, b_bias = _parameter(second, "weight", reads), _parameter(second, "bias", reads)
     if (base_weight is DENSE and type(weight) not in _PLAIN) or type(a) not in _PLAIN or type(b) not in _PLAIN:
         return Refusal("its weights are sharded, quantised or elsewhere")
     if type(bias) not in _BIASES or type(b_bias) not in _BIASES:
         return Refusal("its biases are sharded, quantised or elsewhere")
-    if first._parameters.get("bias") is not None:
+    if a_bias is not None:
         return Refusal("the adapter's first layer has a bias")
     if not isinstance(scaling, (float, int)):
         return Refusal(f"its scaling is a {type(scaling).__name__}")
     return Operand(weight, bias, a, b, scaling, b_bias, base_weight)
+
+
+def _parameter(module: nn.Module, name: str, reads: Reads) -> Any:
+    parameter = reads.get(module.__dict__["_parameters"], name)
+    return None if parameter is None else reads.tensor(parameter)

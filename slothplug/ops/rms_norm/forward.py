@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from slothplug.kernels.rms_norm import DTYPES
-from slothplug.ops.rms_norm.recognition import PROVED_NDIMS, Norm, eps_of
-from slothplug.patching.eligibility import Watch
+from slothplug.ops.rms_norm.recognition import PROVED_NDIMS, Norm, number
 from slothplug.patching.forward_context import facts_of
 from slothplug.patching.predicates import OTHER_ARGUMENTS, plain, why_not_input
 from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
 from slothplug.patching.transforms import why_not_now
+from slothplug.patching.watch import UNWATCHED, Reads, Watch
 
 _CHANGED = Refusal("the norm's attributes, or what its forward reads elsewhere, were changed after the patch")
 
@@ -34,7 +34,7 @@ def fast_norm(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any) -
     x = args[0]
     facts = facts_of(served)
     if facts is None:
-        facts = read_norm(module, norm) if norm.settled.fits(module) else _CHANGED
+        facts = read_norm(module, norm)
     if isinstance(facts, Refusal):
         return served.fall_back(module, facts, x)
     weight, eps = facts
@@ -45,30 +45,26 @@ def fast_norm(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any) -
 
 def bind(module: nn.Module, served: Served, watch: Watch) -> NormFacts | Refusal:
     """The weight and eps that calls use until one of them is replaced, converted or moved."""
-    norm: Norm = served.spec
-    if not norm.settled.watch(module, watch):
-        return _CHANGED
-    if isinstance(norm.eps, str):
-        watch.absent(module.__dict__, norm.eps)
-    if norm.weight is not None and not watch.absent(module._parameters, norm.weight):
-        weight = watch.item(module._parameters, norm.weight)
-        if weight is not None:
-            watch.tensor(weight)
-    return read_norm(module, norm)
+    return read_norm(module, served.spec, watch)
 
 
-def read_norm(module: nn.Module, norm: Norm) -> NormFacts | Refusal:
+def read_norm(module: nn.Module, norm: Norm, reads: Reads = UNWATCHED) -> NormFacts | Refusal:
     """The weight and eps of a norm; a refusal where the kernel cannot take them."""
-    eps = eps_of(norm.eps, module.__dict__)
+    if not norm.settled.fits(module, reads):
+        return _CHANGED
+    own = module.__dict__
+    eps = number(reads.get(own, norm.eps)) if isinstance(norm.eps, str) else norm.eps
     if eps is None:
         return Refusal(f"its {norm.eps} is no number any more")
     if norm.weight is None:
         return NormFacts(None, eps)
     # A plain attribute in the replicas of nn.DataParallel.
-    weight = module._parameters.get(norm.weight)
+    weight = reads.get(own["_parameters"], norm.weight)
     if weight is None:
-        weight = module.__dict__.get(norm.weight)
-    return NormFacts(weight, eps) if plain(weight) else Refusal(f"its weight is a {type(weight).__name__}")
+        weight = reads.get(own, norm.weight)
+    if not plain(weight):
+        return Refusal(f"its weight is a {type(weight).__name__}")
+    return NormFacts(reads.tensor(weight), eps)
 
 
 def _why_not(norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, device_type: str) -> Refusal | None:

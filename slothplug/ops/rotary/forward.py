@@ -15,7 +15,6 @@ from torch import nn
 from slothplug.kernels.rotary import DTYPES
 from slothplug.ops.rotary.arrangement import Form, call_kernel
 from slothplug.ops.rotary.recognition import RotaryFunction, has_tables, identify
-from slothplug.patching.eligibility import Watch
 from slothplug.patching.forward_context import facts_of
 from slothplug.patching.predicates import plain, why_not_input
 from slothplug.patching.rebind_globals import chain, global_names, rebuild
@@ -23,6 +22,7 @@ from slothplug.patching.served import Served
 from slothplug.patching.settled import SettledItems
 from slothplug.patching.sites import Refusal
 from slothplug.patching.transforms import why_not_now
+from slothplug.patching.watch import UNWATCHED, Reads, Watch
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def fast_rotary(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any)
     exchange: Exchange = served.spec
     facts = facts_of(served)
     if facts is None:
-        facts = exchange.settled.fits() or _CHANGED
+        facts = _unchanged(exchange, UNWATCHED)
     refusal = facts if isinstance(facts, Refusal) else why_not_now()
     if refusal:
         return served.fall_back(module, refusal, *args, **kwargs)
@@ -70,8 +70,11 @@ def fast_rotary(module: nn.Module, served: Served, /, *args: Any, **kwargs: Any)
 
 def bind(module: nn.Module, served: Served, watch: Watch) -> bool | Refusal:
     """True for as long as the copied forward is the class's own and reads the same globals."""
-    exchange: Exchange = served.spec
-    return exchange.settled.watch(watch) or _CHANGED
+    return _unchanged(served.spec, watch)
+
+
+def _unchanged(exchange: Exchange, reads: Reads) -> bool | Refusal:
+    return exchange.settled.fits(reads) or _CHANGED
 
 
 def exchange_functions(owner: type[nn.Module]) -> Exchange | Refusal:
