@@ -87,7 +87,9 @@ class Outermost:
 def with_call(base: type[nn.Module]) -> type[nn.Module]:
     """The private subclass of ``base`` whose ``__call__`` opens a ``ForwardContext`` where its model has none open."""
     labels_at = _position_of_labels(base)
-    plain_call = base.__call__
+
+    def plain_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return base.__call__(self, *args, **kwargs)  # the one that it has now
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Outermost | None = self.__dict__.get(STATE)

@@ -225,3 +225,21 @@ def test_an_output_layer_patched_before_peft_wrapped_it() -> None:
     assert {site.op: site.status for site in report.sites} == {"head": "fused", "lora": "left"}
     assert_equal(step(adapted), step(stock))
     assert report.fused[0].calls.served == 1
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["in the model", "by itself"])
+def test_another_forward_of_pefts_class_is_called(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, _, report = pair(target_modules=["q_proj"])
+    q, x = layer(fast, "layers.0.self_attn.q_proj"), torch.randn(2, 3, 32)
+    call = (lambda: q(x)) if alone else (lambda: fast(input_ids=IDS).logits)
+    before = call()
+    served = sum(site.calls.served for site in report.fused)
+    with monkeypatch.context() as context:
+        plain = peft.tuners.lora.layer.Linear.forward
+        context.setattr(peft.tuners.lora.layer.Linear, "forward", lambda self, x, *args, **kw: plain(self, x) + 1)
+        assert not torch.equal(call(), before)
+        assert list(fallbacks(report)) == ["its class's forward was replaced after the patch"]
+        lora = [site for site in report.fused if site.op == "lora"]
+        assert sum(site.calls.fallbacks.total() for site in lora) == (1 if alone else LAYERS)
+    assert torch.equal(call(), before)
+    assert sum(site.calls.served for site in report.fused) > served

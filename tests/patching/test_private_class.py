@@ -141,3 +141,10 @@ class TestReplacedAttributes:
         assert duplicate.variance_epsilon == 1.0
         give_back(duplicate)
         assert (type(duplicate), duplicate.variance_epsilon, norm.variance_epsilon) == (LlamaRMSNorm, 1e-6, 1.0)
+
+
+def test_a_call_of_the_model_is_what_its_class_has_now(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    slothplug.patch(model)
+    stock = type(model).__mro__[1]
+    monkeypatch.setattr(stock, "__call__", lambda self, *args, **kwargs: "theirs")
+    assert model() == "theirs"

@@ -293,3 +293,16 @@ def test_a_norm_whose_eps_is_a_global_is_served_while_that_stays(monkeypatch: py
     monkeypatch.setitem(globals(), "EPS", 1.0)
     for _ in range(3):
         assert_stock(model, stock, served=False)
+
+
+class TrainingRMSNorm(nn.RMSNorm):
+    """Normalises in training, and in evaluation does something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else x
+
+
+def test_a_norm_is_asked_for_what_it_computes_in_training_and_in_evaluation() -> None:
+    with pytest.warns(slothplug.NothingFusedWarning):
+        report = slothplug.patch(nn.Sequential(TrainingRMSNorm(16, eps=EPS)), {"ops": ["rms_norm"], "backend": "torch"})
+    assert [site.reason for site in report.left] == ["computes something else than the known RMS normalisations"]

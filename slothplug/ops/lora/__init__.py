@@ -32,7 +32,7 @@ from slothplug.ops.lora.siblings import groups_in
 from slothplug.ops.peft_lora.four_bit import bitsandbytes_dequantize, is_four_bit
 from slothplug.ops.peft_lora.layer import key_of, peft_layers, refusal_of
 from slothplug.patching.predicates import device_of, dtype_of
-from slothplug.patching.private_class import is_patched
+from slothplug.patching.private_class import is_patched, stock_class
 from slothplug.patching.sites import Kernel, Left, Operation, Refusal, Site
 from slothplug.plugins import kernel_for
 from slothplug.settings import Settings
@@ -83,7 +83,7 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
         if isinstance(dequantize, Refusal):
             yield Left(NAME, name, module, dequantize)
             continue
-        spec = LoraSpec(members.get(module), dequantize)
+        spec = LoraSpec(stock_class(module).forward, members.get(module), dequantize)
         proof = partial(prove, module, spec, kernel, settings)
         yield Site(NAME, name, module, fast_lora, spec, kernel, proof, (key_of(module), dequantize), bind)
 

@@ -7,6 +7,7 @@ merged, which adapter is active, whether dropout is active, and autocast.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from slothplug.ops.lora.dtypes import LayerDtypes
 from slothplug.ops.lora.siblings import Member
 from slothplug.ops.peft_lora.layer import LoraParts, read_active, read_lora
 from slothplug.patching.forward_context import facts_of
+from slothplug.patching.private_class import stock_class
 from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
 from slothplug.patching.watch import Watch
@@ -26,10 +28,12 @@ class LoraSpec(NamedTuple):
     """What the finder learnt about a LoRA layer.
 
     Attributes:
+        forward: its class's when it was found.
         member: its place among its siblings; None if it has none.
         dequantize: the kernel for 4-bit weights; None if the base layer has another kind of weight.
     """
 
+    forward: Callable[..., Any]
     member: Member | None = None
     dequantize: Dequantize | None = None
 
@@ -52,6 +56,9 @@ class LoraFacts(NamedTuple):
     dtypes: LayerDtypes
 
 
+_REPLACED = Refusal("its class's forward was replaced after the patch")
+
+
 def read_now(module: nn.Module, served: Served[LoraSpec, Any]) -> LoraFacts | LoraParts | Refusal:
     """What a call that begins now multiplies by: the facts if they are bound, else the parts, to be settled."""
     facts = facts_of(served)
@@ -59,6 +66,8 @@ def read_now(module: nn.Module, served: Served[LoraSpec, Any]) -> LoraFacts | Lo
         own = module.__dict__
         if facts.active is own["_active_adapter"] and not own["_disable_adapters"] and not own["merged_adapters"]:
             return facts
+    if stock_class(module).forward is not served.spec.forward:
+        return _REPLACED
     return read_lora(module, dequantize=served.spec.dequantize)
 
 
@@ -76,5 +85,10 @@ def settle(module: nn.Module, parts: LoraParts) -> LoraFacts | Refusal:
 
 def bind(module: nn.Module, served: Served[LoraSpec, Any], watch: Watch) -> LoraFacts | Refusal:
     """The facts for the calls to come, whether adapters are enabled and merged now or not."""
+    for base in stock_class(module).__mro__:
+        if not watch.absent(vars(base), "forward"):
+            break
+    if stock_class(module).forward is not served.spec.forward:
+        return _REPLACED
     parts = read_active(module, watch, dequantize=served.spec.dequantize)
     return parts if isinstance(parts, Refusal) else settle(module, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -178,14 +179,16 @@ def _reproducing(candidates: list[Candidate], module: nn.Module, dtypes: Dtypes)
 
 
 def _agreeing(candidates: list[Candidate], module: nn.Module, dtypes: Dtypes, changed: str | None) -> list[Candidate]:
-    """The candidates that give a twin's numbers on inputs of every proved number of dimensions.
+    """The candidates that give a twin's numbers, in training and evaluation, for every proved number of dimensions.
 
     The twin has another eps than the module where ``changed`` names the attribute that holds eps.
     """
     x_dtype, weight_dtype, autocast = dtypes
     device = device_of(module)
-    for width in probe_widths(module) if candidates else ():
+    widths = probe_widths(module) if candidates else ()
+    for width, training in itertools.product(widths, (True, False)):
         double = twin(module, weight_dtype or x_dtype)
+        double.training = training
         if changed is not None:
             double.__dict__[changed] = next(eps for eps in PROBE_EPS if eps != double.__dict__[changed])
         rows = _rows(width, x_dtype, device)
