@@ -27,7 +27,15 @@ from slothplug.patching.forward_context import Outermost, with_call
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.precision import preserved_rng, stock_modes
 from slothplug.patching.predicates import device_of, why_not_touchable
-from slothplug.patching.private_class import check_undoable, give_back, is_patched, stock_class, take, with_forward
+from slothplug.patching.private_class import (
+    check_undoable,
+    give_back,
+    is_patched,
+    stock_class,
+    take,
+    why_not_subclassed,
+    with_forward,
+)
 from slothplug.patching.report import Report, SiteReport
 from slothplug.patching.served import STATE, Calls, Served
 from slothplug.patching.sites import Kernel, Left, Operation, Refusal, Site
@@ -123,10 +131,12 @@ def _patch(
         manager.hook.slothplug_before_patch(model=core, sites=tuple(sites), settings=settings)
         for site in sites:
             taken.append(site.module)
-            _serve(site, context, registered[site.op], report)
+            _serve(site, core, context, registered[site.op], report)
         _mark_subsumed(sites, report)
         for module in (*wrappers, core):
             if report.fused and not is_patched(module):
+                if refusal := why_not_subclassed(module, with_call):  # type: ignore[arg-type]
+                    raise UnsupportedModelError(f"The model was not patched: {type(module).__name__}, {refusal.reason}")
                 taken.append(module)
                 take(module, with_call, Outermost(context))  # type: ignore[arg-type]
                 context.outermost.add(module)
@@ -235,17 +245,21 @@ def _proved_sites(
                 _enter(report, item, state.calls)
             elif server is not None:
                 _leave(report, _left(item, Refusal(f"{server} serves this module", excused=True)))
-            elif refusal := why_not_touchable(item.module) or _verdict(item, settings):
+            elif refusal := why_not_touchable(item.module) or _why_not_private(item) or _verdict(item, core, settings):
                 _leave(report, _left(item, refusal))
             else:
                 served_by[item.module] = item.op
                 yield item
 
 
-def _verdict(site: Site[Any], settings: Settings) -> Refusal | None:
+def _why_not_private(site: Site[Any]) -> Refusal | None:
+    return why_not_subclassed(site.module, lambda base: with_forward(base, site.fast))  # type: ignore[arg-type]
+
+
+def _verdict(site: Site[Any], core: nn.Module, settings: Settings) -> Refusal | None:
     """Why the probe refuses ``site``, or None; compares each verdict key once a process."""
     # The class's forward is part of it: somebody may have replaced that one since.
-    forward, device = stock_class(site.module).forward, device_of(site.module)
+    forward, device = stock_class(site.module).forward, device_of(site.module, core)
     kernel = (site.kernel.name, site.kernel.backend, _code_of(site.kernel))
     key = (site.op, site.verdict_key, kernel, device.type, forward)
     if not settings.verify:
@@ -270,14 +284,14 @@ def _code_of(kernel: Kernel) -> Hashable:
     return function.func, function.args, tuple(sorted(function.keywords.items()))
 
 
-def _serve(site: Site[Any], context: ModelContext, operation: Operation, report: Report) -> None:
+def _serve(site: Site[Any], core: nn.Module, context: ModelContext, operation: Operation, report: Report) -> None:
     calls = Calls()
     state = Served(
         op=site.op,
         name=site.name,
         spec=site.spec,
         kernel=site.kernel.function,
-        device_type=device_of(site.module).type,
+        device_type=device_of(site.module, core).type,
         original=partial(_forward_of, stock_class(site.module)),
         context=context,
         shared=None if operation.shared is None else context.shared(operation.shared),
