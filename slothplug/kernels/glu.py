@@ -61,11 +61,6 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = 
         ValueError: gate and up differ in shape or device, or the activation or the backend is unknown.
     """
     _check(gate, up, activation)
-    return glu_unchecked(gate, up, activation=activation, backend=backend)
-
-
-def glu_unchecked(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "torch") -> Tensor:
-    """``glu`` for callers that have checked dtypes, shapes and the activation themselves."""
     return _GLU.apply(gate, up, activation, primitives(backend))
 
 
@@ -87,13 +82,6 @@ def glu_packed(gate_up: Tensor, *, activation: Activation, layout: Layout, backe
             f"a packed tensor holds gate and up, so its last dimension is even; got {tuple(gate_up.shape)}"
         )
     _check(*split_packed(gate_up, layout), activation)
-    return glu_packed_unchecked(gate_up, activation=activation, layout=layout, backend=backend)
-
-
-def glu_packed_unchecked(
-    gate_up: Tensor, *, activation: Activation, layout: Layout, backend: Backend = "torch"
-) -> Tensor:
-    """``glu_packed`` for callers that have checked the dtype, the shape and the options themselves."""
     return _PackedGLU.apply(gate_up, activation, layout, primitives(backend))
 
 

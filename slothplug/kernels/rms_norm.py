@@ -77,30 +77,8 @@ def rms_norm(
         raise ValueError(f"weight of shape {tuple(weight.shape)} cannot scale rows of x, {tuple(x.shape)}")
     if casting not in ("before_weight", "after_weight"):
         raise ValueError(f"casting is 'before_weight' or 'after_weight', not {casting!r}")
-    return rms_norm_unchecked(x, weight, eps, offset=offset, casting=casting, backend=backend)
-
-
-def rms_norm_unchecked(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    casting: Casting = "before_weight",
-    backend: Backend = "torch",
-) -> torch.Tensor:
-    """``rms_norm`` for callers that have checked dtypes, shapes and casting themselves."""
     output: torch.Tensor = _RMSNorm.apply(x, weight, Variant(eps, offset, casting), primitives(backend))
     return output
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> torch.Tensor:
-    """The formula in plain PyTorch operations, with the roundings of stock modules; arguments as those of ``rms_norm``.
-
-    The torch backend computes by it. It fuses nothing, and autograd differentiates it.
-    """
-    n, _ = _normalise(x, variant.eps)
-    return _scale(n, x.dtype, weight, variant)
 
 
 def output_dtype(x_dtype: torch.dtype, weight: torch.Tensor | None, casting: Casting) -> torch.dtype:
@@ -199,9 +177,14 @@ class _TorchPrimitives:
     def forward(
         x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
     ) -> None:
-        n, rstd_column = _normalise(x, variant.eps)
+        x32 = x.float()
+        rstd_column = torch.rsqrt(x32.square().mean(-1, keepdim=True) + variant.eps)
         rstd.copy_(rstd_column.squeeze(-1))
-        _scale(n, x.dtype, weight, variant, out=y)
+        n = x32 * rstd_column
+        if weight is not None and variant.casting == "before_weight":
+            torch.mul(n.to(x.dtype), _weight(weight, variant), out=y)
+        else:
+            y.copy_(n if weight is None else n * _weight(weight, variant))
 
     @staticmethod
     def add_forward(
@@ -238,27 +221,6 @@ class _TorchPrimitives:
             projection = (gw * n).mean(-1, keepdim=True)
             result = (gw - n.mul_(projection)).mul_(rstd)
             grad_x.add_(result) if accumulate else grad_x.copy_(result)
-
-
-def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """n [..., H] and rstd [..., 1], float32."""
-    x32 = x.float()
-    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return x32 * rstd, rstd
-
-
-def _scale(
-    n: torch.Tensor,
-    dtype: torch.dtype,
-    weight: torch.Tensor | None,
-    variant: Variant,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``n`` times the weight, rounded to ``dtype`` in the variant's order; in ``out`` where that is given."""
-    if weight is not None and variant.casting == "before_weight":
-        return torch.mul(n.to(dtype), _weight(weight, variant), out=out)
-    scaled = n if weight is None else n * _weight(weight, variant)
-    return scaled.to(dtype) if out is None else out.copy_(scaled)
 
 
 def _weight(weight: torch.Tensor, variant: Variant) -> torch.Tensor:

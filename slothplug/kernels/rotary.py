@@ -97,34 +97,6 @@ def rotary(
         ValueError: shapes that do not fit, tables that require a gradient, an unknown option.
     """
     _check(q, k, cos, sin, table)
-    return rotary_unchecked(
-        q,
-        k,
-        cos,
-        sin,
-        pairing=pairing,
-        output=output,
-        table=table,
-        rotate_last=rotate_last,
-        promote=promote,
-        backend=backend,
-    )
-
-
-def rotary_unchecked(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    pairing: Pairing = "half",
-    output: Output = "same",
-    table: Table = "cat",
-    rotate_last: bool = False,
-    promote: bool = True,
-    backend: Backend = "torch",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``rotary`` for callers that have checked dtypes, shapes and the tables themselves; options are checked here."""
     rotation = rotation_of(q.shape[-1], cos.shape[-1], pairing, output, table, rotate_last)
     outputs: tuple[torch.Tensor, torch.Tensor | None] = _Rotary.apply(
         q, k, cos, sin, rotation, promote, primitives(backend)
