@@ -95,10 +95,10 @@ def low_rank_of(found: LoraParts, hidden: torch.Tensor, precision: Precision) ->
 
 
 class Probe(NamedTuple):
-    """A twin of an adapted head with what to run it on.
+    """A twin of a head with what to run it on.
 
     Attributes:
-        twin: a small LoRA layer of the head's class and configuration; B is not zero.
+        twin: a small linear layer, or LoRA layer of the head's class and configuration, whose B is not zero.
         hidden: [1, rows, H] that requires grad.
         autocast: whether it is on.
         computed_in: the coarsest dtype on the way.
