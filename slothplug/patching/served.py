@@ -25,25 +25,17 @@ class Calls:
     """How often a site was asked, and what it answered with. Shared by a module and its copies."""
 
     served: int = 0
-    backward: int = 0
-    """Fused backward passes; counted only while ``count_backward`` is true, since it costs a hook a call."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls answered by the original forward, by reason."""
     remarks: Counter[str] = field(default_factory=Counter)
     """Served calls after which something slower was computed than need be, by reason."""
-    count_backward: bool = False
     collected: int = 0
     """Served calls whose output a sibling's call had computed."""
 
     def serve(self, output: torch.Tensor) -> torch.Tensor:
         """Counts a served call and returns its output."""
         self.served += 1
-        if self.count_backward and output.grad_fn is not None:
-            output.grad_fn.register_prehook(self._count_backward)
         return output
-
-    def _count_backward(self, *_: object) -> None:
-        self.backward += 1
 
 
 class Served(Generic[Spec, Shared]):
