@@ -10,7 +10,6 @@ on the same weights, adapters and data, with random tokens, no padding, every la
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shlex
 import subprocess
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from slothplug.bench.axolotl_files import MEASURED, write_model, write_rows
-from slothplug.bench.environment import versions, without
+from slothplug.bench.environment import in_own_process, versions, without
 from slothplug.bench.steps import SHAPES, Case, table
 from slothplug.integrations.axolotl.kernels import LORA_KERNELS
 
@@ -62,12 +61,7 @@ def prepare(case: Case, steps: int, folder: Path) -> None:
     model, rows = _model_path(case, folder), _rows_path(case, steps, folder)
     if not model.exists():
         unfinished = model.with_suffix(".unfinished")
-        # In a process of its own, which gives the GPU's memory back.
-        writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(unfinished, case.model))
-        writer.start()
-        writer.join()
-        if writer.exitcode:
-            raise RuntimeError(f"the model was not written to {unfinished}: exit status {writer.exitcode}, see above")
+        in_own_process(write_model, unfinished, case.model)
         unfinished.rename(model)
     if not rows.exists():
         write_rows(rows, case.batch * steps, case.length, case.model["vocab_size"])

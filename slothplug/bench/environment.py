@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ def versions() -> str:
             continue
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{device}; " + ", ".join(found)
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``function(*arguments)`` returns or raises in a process of its own, which gives the GPU's memory back."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -8,10 +8,6 @@ model has the shape of a known one and random weights; the data are random token
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slothplug.bench.environment import show, versions
+from slothplug.bench.environment import in_own_process, show, versions
 from slothplug.bench.steps import SHAPES, Case, random_model, table
 
 VARIANTS = ("stock", "liger", "slothplug")
@@ -28,7 +24,7 @@ VARIANTS = ("stock", "liger", "slothplug")
 def measure(case: Case, variant: str, steps: int, warmup: int) -> dict[str, Any]:
     """Trains ``warmup + steps`` steps in this process and returns step times (s), peak memory (bytes) and losses."""
     import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     from slothplug.bench.clock import Clock
 
@@ -62,6 +58,7 @@ def measure(case: Case, variant: str, steps: int, warmup: int) -> dict[str, Any]
             use_cpu=not torch.cuda.is_available(),
         )  # fmt: skip
         trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return {
         "case": asdict(case),
@@ -72,21 +69,6 @@ def measure(case: Case, variant: str, steps: int, warmup: int) -> dict[str, Any]
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "report": fast.report.to_dict()["operations"] if fast and fast.report else None,
     }
-
-
-def run_in_process(case: Case, variant: str, steps: int, warmup: int) -> dict[str, Any]:
-    """``measure`` in a process of its own; a dictionary with ``error`` where it failed."""
-    job = json.dumps({"case": asdict(case), "variant": variant, "steps": steps, "warmup": warmup})
-    done = subprocess.run(
-        [sys.executable, "-m", "slothplug.bench.trainer_step", "--job", job],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return {"case": asdict(case), "variant": variant, "error": (done.stderr or done.stdout)[-2000:]}
 
 
 def main(
@@ -100,18 +82,16 @@ def main(
     steps: int = 8,
     warmup: int = 3,
     output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and OUTPUT.json.")] = None,
-    job: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Times LoRA steps through HF Trainer and prints a table."""
-    if job:
-        given = json.loads(job)
-        result = measure(Case(**given["case"]), given["variant"], given["steps"], given["warmup"])
-        print("RESULT " + json.dumps(result), flush=True)
-        return
     results = []
     for on in {"on": (True,), "off": (False,), "both": (True, False)}[checkpointing]:
         for variant in variants.split(","):
-            result = run_in_process(Case(shape, "lora", batch, length, on, rank, layers), variant, steps, warmup)
+            case = Case(shape, "lora", batch, length, on, rank, layers)
+            try:
+                result = in_own_process(measure, case, variant, steps, warmup)
+            except Exception as error:  # out of memory, say; the table says that it failed
+                result = {"case": asdict(case), "variant": variant, "error": f"{type(error).__name__}: {error}"}
             print(result.get("error") or table([result]).splitlines()[-1], flush=True)
             results.append(result)
     text = f"{versions()}\n\n{table(results)}\n"
