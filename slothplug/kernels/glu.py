@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -119,8 +119,8 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
         raise ValueError(f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
 
 
-class Primitives(Protocol):
-    """The mathematics without autograd, checks and allocations; what a backend implements.
+class Primitives:
+    """The mathematics without autograd, checks and allocations, in PyTorch; Triton's class has the same functions.
 
     Tensors are [..., I] of one shape. Inputs have any strides; destinations have leading dimensions that collapse into
     one. Dtypes are those of ``glu``.
@@ -129,6 +129,7 @@ class Primitives(Protocol):
     @staticmethod
     def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
         """Writes act(gate) * up into ``out``, which may be gate or up."""
+        torch.mul(_activate(gate.float(), activation), up, out=out)
 
     @staticmethod
     def backward(
@@ -144,16 +145,24 @@ class Primitives(Protocol):
 
         Either may be grad_output, gate or up.
         """
+        gate_float = gate.float()
+        written = []
+        if grad_gate is not None:
+            written.append((grad_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
+        if grad_up is not None:
+            written.append((grad_up, _activate(gate_float, activation) * grad_output))
+        for destination, value in written:  # after everything is read, since a destination may be an input
+            destination.copy_(value)
 
 
-def primitives(backend: Backend) -> Primitives:
+def primitives(backend: Backend) -> type[Primitives]:
     """The functions of ``backend``."""
-    return primitives_on(backend, _TorchPrimitives, "glu")
+    return primitives_on(backend, Primitives, "glu")
 
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, primitives: Primitives) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, primitives: type[Primitives]) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.primitives = activation, primitives
         out = _empty(gate)
@@ -173,7 +182,9 @@ class _GLU(torch.autograd.Function):
 
 class _PackedGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, activation: Activation, layout: Layout, primitives: Primitives) -> Tensor:
+    def forward(
+        ctx: Any, gate_up: Tensor, activation: Activation, layout: Layout, primitives: type[Primitives]
+    ) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.layout, ctx.primitives = activation, layout, primitives
         gate, up = split_packed(gate_up, layout)
@@ -194,31 +205,6 @@ class _PackedGLU(torch.autograd.Function):
 
 def _empty(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
-class _TorchPrimitives:
-    @staticmethod
-    def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
-        torch.mul(_activate(gate.float(), activation), up, out=out)
-
-    @staticmethod
-    def backward(
-        grad_output: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        activation: Activation,
-        *,
-        grad_gate: Tensor | None = None,
-        grad_up: Tensor | None = None,
-    ) -> None:
-        gate_float = gate.float()
-        written = []
-        if grad_gate is not None:
-            written.append((grad_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
-        if grad_up is not None:
-            written.append((grad_up, _activate(gate_float, activation) * grad_output))
-        for destination, value in written:  # after everything is read, since a destination may be an input
-            destination.copy_(value)
 
 
 def _activate(x: Tensor, activation: Activation) -> Tensor:

@@ -23,7 +23,7 @@ float32 partial rows, 8 P H bytes for P <= 768 partial sums. Kept for backward: 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -92,8 +92,8 @@ def _dtype_of(weight: torch.Tensor | None) -> str:
     return "no weight" if weight is None else f"a weight of {weight.dtype}"
 
 
-class Primitives(Protocol):
-    """The mathematics without autograd, checks and allocations; what a backend implements.
+class Primitives:
+    """The mathematics without autograd, checks and allocations, in PyTorch; Triton's class has the same functions.
 
     Tensors are [..., H] of one shape. Inputs have any strides. Destinations have a last dimension of stride 1 and up to
     three outer dimensions, or outer dimensions that collapse into one. ``rstd`` is ``row_layout.empty_row_values`` of
@@ -105,6 +105,14 @@ class Primitives(Protocol):
         x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
     ) -> None:
         """Writes the norm of x into ``y``, which may be x, and 1 / rms into ``rstd``."""
+        x32 = x.float()
+        rstd_column = torch.rsqrt(x32.square().mean(-1, keepdim=True) + variant.eps)
+        rstd.copy_(rstd_column.squeeze(-1))
+        n = x32 * rstd_column
+        if weight is not None and variant.casting == "before_weight":
+            torch.mul(n.to(x.dtype), _weight(weight, variant), out=y)
+        else:
+            y.copy_(n if weight is None else n * _weight(weight, variant))
 
     @staticmethod
     def add_forward(
@@ -120,6 +128,8 @@ class Primitives(Protocol):
 
         ``h`` has the dtype that torch promotes x and the residual to; it may be x or the residual.
         """
+        torch.add(x, residual, out=h)
+        Primitives.forward(h, weight, variant, y, rstd)
 
     @staticmethod
     def backward(
@@ -143,17 +153,27 @@ class Primitives(Protocol):
             grad_weight: [H], contiguous, overwritten.
             accumulate: adds to ``grad_x`` instead of overwriting it.
         """
+        rstd = rstd.unsqueeze(-1)
+        g, n = grad_output.float(), x.float() * rstd
+        if grad_weight is not None:
+            rows = (g * n).flatten(0, -2) if n.ndim > 1 else (g * n).unsqueeze(0)
+            grad_weight.copy_(rows.sum(0))
+        if grad_x is not None:
+            gw = g if weight is None else g * _weight(weight, variant)
+            projection = (gw * n).mean(-1, keepdim=True)
+            result = (gw - n.mul_(projection)).mul_(rstd)
+            grad_x.add_(result) if accumulate else grad_x.copy_(result)
 
 
-def primitives(backend: Backend) -> Primitives:
+def primitives(backend: Backend) -> type[Primitives]:
     """The functions of ``backend``."""
-    return primitives_on(backend, _TorchPrimitives, "rms_norm")
+    return primitives_on(backend, Primitives, "rms_norm")
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, primitives: Primitives
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, primitives: type[Primitives]
     ) -> torch.Tensor:
         y, rstd = empty_rows(x, output_dtype(x.dtype, weight, variant.casting)), empty_row_values(x)
         primitives.forward(x, weight, variant, y, rstd)
@@ -170,57 +190,6 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         ctx.primitives.backward(grad_output, x, weight, rstd, ctx.variant, grad_x=grad_x, grad_weight=grad_weight)
         return grad_x, grad_weight, None, None
-
-
-class _TorchPrimitives:
-    @staticmethod
-    def forward(
-        x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
-    ) -> None:
-        x32 = x.float()
-        rstd_column = torch.rsqrt(x32.square().mean(-1, keepdim=True) + variant.eps)
-        rstd.copy_(rstd_column.squeeze(-1))
-        n = x32 * rstd_column
-        if weight is not None and variant.casting == "before_weight":
-            torch.mul(n.to(x.dtype), _weight(weight, variant), out=y)
-        else:
-            y.copy_(n if weight is None else n * _weight(weight, variant))
-
-    @staticmethod
-    def add_forward(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        variant: Variant,
-        h: torch.Tensor,
-        y: torch.Tensor,
-        rstd: torch.Tensor,
-    ) -> None:
-        torch.add(x, residual, out=h)
-        _TorchPrimitives.forward(h, weight, variant, y, rstd)
-
-    @staticmethod
-    def backward(
-        grad_output: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        rstd: torch.Tensor,
-        variant: Variant,
-        *,
-        grad_x: torch.Tensor | None = None,
-        grad_weight: torch.Tensor | None = None,
-        accumulate: bool = False,
-    ) -> None:
-        rstd = rstd.unsqueeze(-1)
-        g, n = grad_output.float(), x.float() * rstd
-        if grad_weight is not None:
-            rows = (g * n).flatten(0, -2) if n.ndim > 1 else (g * n).unsqueeze(0)
-            grad_weight.copy_(rows.sum(0))
-        if grad_x is not None:
-            gw = g if weight is None else g * _weight(weight, variant)
-            projection = (gw * n).mean(-1, keepdim=True)
-            result = (gw - n.mul_(projection)).mul_(rstd)
-            grad_x.add_(result) if accumulate else grad_x.copy_(result)
 
 
 def _weight(weight: torch.Tensor, variant: Variant) -> torch.Tensor:
