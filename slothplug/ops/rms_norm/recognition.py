@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -90,22 +91,18 @@ PAIRS = (
 
 def why_not_candidate(module: nn.Module) -> Refusal | None:
     """Why a module cannot be an RMS normalisation of one input by at most one vector of weights; always excused."""
-    reason = _other_structure(module)
-    return None if reason is None else Refusal(reason, excused=True)
-
-
-def _other_structure(module: nn.Module) -> str | None:
+    excuse = partial(Refusal, excused=True)
     base = stock_class(module)
     if module._modules or module._buffers:
-        return f"it has submodules or buffers ({', '.join((*module._modules, *module._buffers))})"
+        return excuse(f"it has submodules or buffers ({', '.join((*module._modules, *module._buffers))})")
     weights = list(module._parameters.values())
     if len(weights) > 1 or any(weight is None or weight.ndim != 1 for weight in weights):
-        return f"its parameters ({', '.join(module._parameters)}) are not one vector of weights"
-    if base.__module__.startswith("torch.nn.") and base is not getattr(nn, "RMSNorm", None):
-        return "a layer of torch that is no RMS normalisation"
+        return excuse(f"its parameters ({', '.join(module._parameters)}) are not one vector of weights")
+    if base.__module__.startswith("torch.nn.") and base is not nn.RMSNorm:
+        return excuse("a layer of torch that is no RMS normalisation")
     parameters = list(inspect.signature(base.forward).parameters.values())[1:]
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return None if len(required) == 1 else f"its forward takes ({', '.join(required)}), not one input"
+    return None if len(required) == 1 else excuse(f"its forward takes ({', '.join(required)}), not one input")
 
 
 def is_gated(module: nn.Module) -> bool:
