@@ -7,26 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slothplug.bench.steps import random_model
+
 MEASURED = "measured.json"
 """What a run leaves in its output folder."""
 
 
 def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
-    """A causal LM of this configuration, its weights drawn with one seed, in bfloat16 where there is a GPU.
+    """A causal LM of this configuration, as ``random_model`` draws it, and its tokenizer.
 
     On a disk and not drawn anew in each run, since Axolotl quantizes only weights that it loads, and so that all runs
     have the same. The tokenizer knows nothing but the special tokens.
     """
-    import torch
     from tokenizers import Tokenizer, models
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    on_gpu = torch.cuda.is_available()
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)
-    config = AutoConfig.for_model(**shape, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = random_model({**shape, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
     model.save_pretrained(folder, max_shard_size="4GB")
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     words = Tokenizer(models.WordLevel({token: at for at, token in enumerate(special.values())}, unk_token="<unk>"))

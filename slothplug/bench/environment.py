@@ -30,10 +30,19 @@ def versions() -> str:
     return f"{device}; " + ", ".join(found)
 
 
-def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``function(*arguments)`` returns or raises in a process of its own, which gives the GPU's memory back."""
+def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Any:
+    """What ``function(*arguments)`` returns or raises in a process of its own, which gives the GPU's memory back.
+
+    Raises:
+        TimeoutError: there was no answer in ``timeout`` seconds.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result(timeout)
+        except TimeoutError:
+            for child in multiprocessing.active_children():
+                child.kill()  # the pool would wait for it
+            raise
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

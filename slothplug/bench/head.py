@@ -2,7 +2,7 @@
 
     python -m slothplug.bench.head --output docs/benchmarks/head
 
-All run in one process, but for Unsloth, which has one of its own. ``of bare products`` is the time over that of the
+All share one process a case, but for Unsloth, which has its own. ``of bare products`` is the time over that of the
 matrix products alone which any implementation must do (two with a frozen head, three with a trainable one, at full
 size); provider and products take turns, so that both meet the clocks that such work leaves the GPU. ``extra`` is the
 peak of GPU memory less inputs and gradients. ``error`` is the norm of a gradient's error against float64 over that of
@@ -11,10 +11,7 @@ stock's, the larger of the two: a peer above 1.25 computes something less exact 
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,7 +22,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from slothplug.bench.environment import markdown, show, spread, versions
+from slothplug.bench.environment import in_own_process, markdown, show, spread, versions
 
 IGNORED = -100
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -255,21 +252,15 @@ def _figures(row: Mapping[str, Any], stock: Sequence[float] | None) -> list[str]
     return [spread(row["ms"]), f"{of_products:.3f}", extra, "" if error is None else f"{error:.3g}"]
 
 
-def run_in_process(names: Sequence[str], repetitions: int, timeout: int) -> list[dict[str, Any]]:
-    """``measure`` in a process of its own, case by case; what it had printed when it failed or ran out of time."""
-    command = [sys.executable, "-m", "slothplug.bench.head", "--repetitions", str(repetitions), "--here"]
-    command += ["--providers", ";".join(names)]
+def measure_apart(names: Sequence[str], case: Case, repetitions: int, timeout: int) -> list[dict[str, Any]]:
+    """``measure`` in a process of its own; rows with ``failure`` where that fails or runs out of time."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-        output, errors = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as expired:
-        output, errors = (expired.stdout or b"").decode(), f"no answer within {timeout} s"
-    lines = output.splitlines()
-    rows = [json.loads(line.removeprefix("ROW ")) for line in lines if line.startswith("ROW ")]
-    last = (errors.strip() or "ended without a word").splitlines()[-1]
-    for case in CASES[len(rows) // len(names) :]:
-        rows += [{"provider": name, "case": asdict(case), "failure": last} for name in names]
-    return rows
+        return in_own_process(measure, names, case, repetitions, timeout=timeout)
+    except TimeoutError:
+        failure = f"no answer within {timeout} s"
+    except Exception as error:  # out of memory, say
+        failure = f"{type(error).__name__}: {error}"
+    return [{"provider": name, "case": asdict(case), "failure": failure} for name in names]
 
 
 def main(
@@ -277,19 +268,13 @@ def main(
     repetitions: int = 10,
     timeout: Annotated[int, typer.Option(help="Seconds a process may take.")] = 240,
     output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and OUTPUT.json.")] = None,
-    here: Annotated[bool, typer.Option("--here", hidden=True)] = False,
 ) -> None:
     """Times the head and prints a table."""
     names = providers.split(";")
-    if here:
-        for case in CASES:
-            for row in measure(names, case, repetitions):
-                print("ROW " + json.dumps(row), flush=True)
-            torch.cuda.empty_cache()
-        return
     rows: list[dict[str, Any]] = []
     for group in ([name for name in names if name != ALONE], [name for name in names if name == ALONE]):
-        rows += run_in_process(group, repetitions, timeout) if group else []
+        for case in CASES if group else ():
+            rows += measure_apart(group, case, repetitions, timeout)
     show(output, "head", "Linear + cross-entropy", rows, f"{versions()}\n\n{table(rows)}\n")
 
 

@@ -50,14 +50,15 @@ class Case:
 
 
 def random_model(shape: Mapping[str, Any]) -> Any:
-    """A causal LM of this configuration with random bfloat16 weights, of one seed, on the GPU where there is one."""
+    """A causal LM of this configuration with random weights of one seed: in bfloat16 on the GPU where there is one."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(**shape, use_cache=False)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
