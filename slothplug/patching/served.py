@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -38,6 +38,7 @@ class Calls:
         return output
 
 
+@dataclass(eq=False, slots=True)
 class Served(Generic[Spec, Shared]):
     """State of one served module.
 
@@ -54,26 +55,16 @@ class Served(Generic[Spec, Shared]):
         bind: the operation's ``Bind``, or None.
     """
 
-    __slots__ = (
-        "bind", "calls", "context", "device_type", "kernel", "name", "op", "original", "shared", "spec",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        op: str,
-        name: str,
-        spec: Spec,
-        kernel: Callable[..., Any],
-        device_type: str,
-        original: Callable[..., Any],
-        context: ModelContext,
-        shared: Shared,
-        calls: Calls,
-        bind: Bind | None = None,
-    ) -> None:
-        self.op, self.name, self.spec, self.kernel = op, name, spec, kernel
-        self.device_type, self.original, self.context = device_type, original, context
-        self.shared, self.calls, self.bind = shared, calls, bind
+    op: str
+    name: str
+    spec: Spec
+    kernel: Callable[..., Any]
+    device_type: str
+    original: Callable[..., Any]
+    context: ModelContext
+    shared: Shared
+    calls: Calls
+    bind: Bind | None = None
 
     def fall_back(self, module: nn.Module, refusal: Refusal, *args: Any, **kwargs: Any) -> Any:
         """Answers a call with the original forward and counts why."""
@@ -85,7 +76,4 @@ class Served(Generic[Spec, Shared]):
         # the model.
         context = memo.get(id(self.context), self.context)
         shared: Any = None if self.shared is None else context.shared(type(self.shared))
-        return Served(
-            self.op, self.name, copy.deepcopy(self.spec, memo), self.kernel, self.device_type, self.original,
-            context, shared, self.calls, self.bind,
-        )  # fmt: skip
+        return replace(self, spec=copy.deepcopy(self.spec, memo), context=context, shared=shared)

@@ -20,7 +20,7 @@ from slothplug.ops.peft_lora.layer import Precision
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.precision import seed_generators
 from slothplug.patching.predicates import device_of, dtype_of
-from slothplug.patching.proof import difference
+from slothplug.patching.proof import difference, probe_rows
 from slothplug.patching.served import Calls, Served
 from slothplug.patching.sites import Kernel, Refusal
 from slothplug.settings import Settings
@@ -50,11 +50,9 @@ def prove(head: nn.Module, kernel: Kernel, precision: Precision) -> Refusal | No
 def _probes(head: nn.Module) -> Iterator[Probe]:
     """In float32 and in the head's own dtype."""
     device, has_bias = device_of(head), getattr(head, "bias", None) is not None
-    scales = torch.tensor(_SCALES * 2, device=device).view(1, -1, 1)
     for dtype in dict.fromkeys((torch.float32, dtype_of(head))):
         small = nn.Linear(_HIDDEN, _VOCABULARY, has_bias, device=device, dtype=dtype)
-        hidden = (torch.randn(1, scales.numel(), _HIDDEN, device=device) * scales).to(dtype).requires_grad_()
-        yield Probe(small, hidden, False, dtype, f"in {dtype}")
+        yield Probe(small, probe_rows(_HIDDEN, dtype, device, _SCALES), False, dtype, f"in {dtype}")
 
 
 def _compare(probe: Probe, epilogue: tuple[EpilogueStep, ...], kernel: Kernel, precision: Precision) -> Refusal | None:
