@@ -17,7 +17,7 @@ from slothplug.patching.fingerprint import fingerprint
 from slothplug.patching.precision import preserved_rng
 from slothplug.patching.predicates import device_of
 from slothplug.patching.private_class import stock_class
-from slothplug.patching.proof import probe_rows
+from slothplug.patching.proof import PROBE_RMS, probe_rows
 from slothplug.patching.settled import Settled
 from slothplug.patching.sites import Refusal
 from slothplug.patching.twin import twin
@@ -75,8 +75,8 @@ SMALL_RMS = (1e-6, 0.0)
 # Widths that show whether a norm without a weight normalises whole rows or groups, of up to 512 elements.
 WEIGHTLESS_WIDTHS = (48, 1040)
 
-PROBE_BATCHES = ((8,), (2, 4), (1, 2, 4))
-"""Leading dimensions of the probe's eight rows; inputs of another number of dimensions are not served."""
+PROBE_BATCHES = ((10,), (2, 5), (1, 2, 5))
+"""Leading dimensions of the probe's ten rows; inputs of another number of dimensions are not served."""
 
 PROVED_NDIMS = tuple(len(batch) + 1 for batch in PROBE_BATCHES)
 
@@ -185,7 +185,7 @@ def _agreeing(candidates: list[Candidate], module: nn.Module, dtypes: Dtypes, ch
         double = twin(module, weight_dtype or x_dtype)
         if changed is not None:
             double.__dict__[changed] = next(eps for eps in PROBE_EPS if eps != double.__dict__[changed])
-        rows = _rows(width, x_dtype, device)
+        rows = probe_rows(width, x_dtype, device, (*PROBE_RMS, *SMALL_RMS)).detach()
         for batch in PROBE_BATCHES:
             x = rows.view(*batch, width)
             try:
@@ -195,11 +195,6 @@ def _agreeing(candidates: list[Candidate], module: nn.Module, dtypes: Dtypes, ch
                 return []
             candidates = [each for each in candidates if _reproduces(each, double, x, expected)]
     return candidates
-
-
-def _rows(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    small = torch.randn(len(SMALL_RMS), width, device=device) * torch.tensor(SMALL_RMS, device=device)[:, None]
-    return torch.cat((probe_rows(width, dtype, device).detach()[0], small.to(dtype)))
 
 
 def _reproduces(candidate: Candidate, double: nn.Module, x: torch.Tensor, expected: object) -> bool:
