@@ -11,8 +11,7 @@ import pytest
 from slothplug import Settings, SettingsError
 from slothplug.integrations.axolotl import frontdoor
 from slothplug.integrations.axolotl.kernels import LORA_KERNELS
-from slothplug.integrations.axolotl.padding import padding_key
-from slothplug.integrations.axolotl.translation import READ_LOGITS, settings_of
+from slothplug.integrations.axolotl.translation import READ_LOGITS, padding_key, settings_of
 from slothplug.settings import FLAG
 from tests.axolotl.runs import DPO, LORA, OURS, WITHOUT_KERNELS, load, write
 
