@@ -107,7 +107,6 @@ def slothplug_before_patch(model: nn.Module, sites: Sequence[Site[Any]], setting
         sites: those that are about to be served; those of an earlier patch are not among them. Not to be changed.
         settings: of the patch.
     """
-    raise NotImplementedError
 
 
 @hookspec
@@ -118,4 +117,3 @@ def slothplug_after_patch(model: nn.Module, report: Report) -> None:
         model: the model inside all wrappers, patched. It is given back unpatched if ``strict`` refuses.
         report: has its sites. Sentences may be appended to ``report.notes``; nothing else is to be changed.
     """
-    raise NotImplementedError

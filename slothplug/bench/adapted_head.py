@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from slothplug.bench.environment import versions, write
-from slothplug.bench.head import SHAPES, Case, inputs, milliseconds
+from slothplug.bench.environment import markdown, show, spread, versions
+from slothplug.bench.head import SHAPES, Case, extra_bytes, inputs, milliseconds, step_of
 from slothplug.kernels.cross_entropy import EpilogueStep, RowStatistics
 from slothplug.kernels.linear_cross_entropy import LowRank, linear_cross_entropy
 
@@ -89,13 +89,8 @@ def measure(shape: tuple[int, int, int], repetitions: int) -> list[dict[str, Any
     b = torch.randn(case.vocabulary, RANK, device="cuda").mul_(0.1).bfloat16().requires_grad_()
     operands = Operands(hidden, weight, a, b, labels)
 
-    def step(loss: Loss) -> None:
-        for operand in operands:
-            operand.grad = None
-        loss(operands).backward()
-
-    steps = [partial(step, loss) for loss in WAYS.values()]
-    extra = [_extra_bytes(run, operands) for run in steps]
+    steps = [step_of(partial(loss, operands), operands) for loss in WAYS.values()]
+    extra = [extra_bytes(step, operands) for step in steps]
     times = milliseconds(steps, repetitions)
     return [
         {"shape": shape, "way": way, "ms": ms, "extra_bytes": bytes_}
@@ -103,35 +98,21 @@ def measure(shape: tuple[int, int, int], repetitions: int) -> list[dict[str, Any
     ]
 
 
-def _extra_bytes(run: Callable[[], None], operands: Sequence[torch.Tensor]) -> int:
-    run()  # compiles
-    for operand in operands:
-        operand.grad = None
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    gradients = sum(operand.grad.nbytes for operand in operands if operand.grad is not None)
-    return torch.cuda.max_memory_allocated() - before - gradients
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table; times beside those of stock in the same way and those of slothplug with neither."""
-    lines = [
-        "| tokens x hidden x vocabulary | way | ms (min-max) | of stock | of slothplug, no adapter | extra, GB |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "tokens x hidden x vocabulary", "way", "ms (min-max)", "of stock", "of slothplug, no adapter", "extra, GB",
+    )  # fmt: skip
+    lines = []
     median = {(tuple(row["shape"]), row["way"]): statistics.median(row["ms"]) for row in rows}
     for row in rows:
-        shape, way, times = tuple(row["shape"]), row["way"], row["ms"]
+        shape, way = tuple(row["shape"]), row["way"]
         name, rest = way.split(",", 1)
         own = median[shape, way]
         plain = f"{own / median[shape, 'slothplug, no adapter']:.3f}" if name == "slothplug" else ""
-        lines.append(
-            f"| {' x '.join(map(str, shape))} | {way} | {own:.2f} ({times[0]:.2f}-{times[-1]:.2f}) "
-            f"| {own / median[shape, f'stock,{rest}']:.3f} | {plain} | {row['extra_bytes'] / 1e9:.2f} |"
-        )
-    return "\n".join(lines)
+        of_stock, extra = f"{own / median[shape, f'stock,{rest}']:.3f}", f"{row['extra_bytes'] / 1e9:.2f}"
+        lines.append([" x ".join(map(str, shape)), way, spread(row["ms"]), of_stock, plain, extra])
+    return markdown(columns, lines)
 
 
 def main(
@@ -144,9 +125,7 @@ def main(
         rows += measure(shape, repetitions)
         torch.cuda.empty_cache()
     text = f"{versions()}\n\n{table(rows)}\n"
-    print(text)
-    if output:
-        write(output, "adapted_head", "A head with an adapter or statistics", rows, text)
+    show(output, "adapted_head", "A head with an adapter or statistics", rows, text)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from axolotl.integrations.base import BasePlugin
 
-from slothplug.bench.axolotl_files import MEASURED
+from slothplug.bench.axolotl_step import MEASURED
 from slothplug.bench.clock import Clock
 from slothplug.integrations.hf import FastKernelsCallback
 

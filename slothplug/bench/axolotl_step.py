@@ -10,54 +10,34 @@ on the same weights, adapters and data, with random tokens, no padding, every la
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from slothplug.bench.axolotl_files import MEASURED, write_model, write_rows
-from slothplug.bench.environment import versions, without
-from slothplug.bench.trainer_step import SHAPES
+from slothplug.bench.environment import in_own_process, versions, without
+from slothplug.bench.steps import SHAPES, Case, random_model, table
+from slothplug.integrations.axolotl.kernels import LORA_KERNELS
 
-LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy")
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 CLOCK = "slothplug.bench.axolotl_clock.ClockPlugin"
+
+MEASURED = "measured.json"
+"""What a run leaves in its output folder."""
 
 VARIANTS: Mapping[str, dict[str, Any]] = {
     "stock": {"plugins": [CLOCK]} | dict.fromkeys(LORA_KERNELS, False),
     "axolotl": {"plugins": [LIGER_PLUGIN, CLOCK]} | dict.fromkeys(LORA_KERNELS + LIGER, True),
     "slothplug": {"plugins": ["slothplug.integrations.axolotl.SlothplugPlugin", CLOCK], "use_fast_kernels": True},
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration of a training step."""
-
-    shape: str
-    adapter: str
-    """``lora``, or ``qlora``: 4-bit weights."""
-    batch: int
-    length: int
-    checkpointing: bool
-    rank: int = 16
-    layers: int = 0
-    """Decoder layers; 0 takes the shape's own number."""
-
-    @property
-    def model(self) -> dict[str, Any]:
-        chosen = dict(SHAPES[self.shape])
-        return chosen | {"num_hidden_layers": self.layers} if self.layers else chosen
 
 
 def configuration(case: Case, variant: str, steps: int, folder: Path) -> dict[str, Any]:
@@ -83,15 +63,35 @@ def prepare(case: Case, steps: int, folder: Path) -> None:
     model, rows = _model_path(case, folder), _rows_path(case, steps, folder)
     if not model.exists():
         unfinished = model.with_suffix(".unfinished")
-        # In a process of its own, which gives the GPU's memory back.
-        writer = multiprocessing.get_context("spawn").Process(target=write_model, args=(unfinished, case.model))
-        writer.start()
-        writer.join()
-        if writer.exitcode:
-            raise RuntimeError(f"the model was not written to {unfinished}: exit status {writer.exitcode}, see above")
+        in_own_process(write_model, unfinished, case.model)
         unfinished.rename(model)
     if not rows.exists():
         write_rows(rows, case.batch * steps, case.length, case.model["vocab_size"])
+
+
+def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
+    """A causal LM of this configuration, as ``random_model`` draws it, and its tokenizer.
+
+    On a disk and not drawn anew in each run, since Axolotl quantizes only weights that it loads, and so that all runs
+    have the same. The tokenizer knows nothing but the special tokens.
+    """
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = random_model({**shape, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
+    model.save_pretrained(folder, max_shard_size="4GB")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = Tokenizer(models.WordLevel({token: at for at, token in enumerate(special.values())}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+
+
+def write_rows(path: Path, rows: int, length: int, vocab_size: int) -> None:
+    """``rows`` rows of ``length`` random tokens, tokenized already, with every label kept."""
+    import torch
+
+    tokens = torch.randint(4, vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)).tolist()
+    lines = [json.dumps({"input_ids": row, "attention_mask": [1] * length, "labels": row}) for row in tokens]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _model_path(case: Case, folder: Path) -> Path:
@@ -122,41 +122,6 @@ def measure(case: Case, variant: str, steps: int, warmup: int, folder: Path) -> 
     measured = json.loads(found.read_text())
     first = measured["seconds"][0]
     return result | measured | {"first_step_seconds": first, "seconds": measured["seconds"][warmup:]}
-
-
-def table(results: Iterable[Mapping[str, Any]]) -> str:
-    """A Markdown table: time, memory and losses of each variant, beside those of stock in the same case."""
-    results = list(results)
-    lines = [
-        "| shape | tokens | adapter | checkpointing | variant | step, ms (min-max) | of stock | peak, GiB | of stock "
-        "| loss, first and last step | furthest from stock |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    stock = {_steps_of(r): r for r in results if r["variant"] == "stock" and "error" not in r}
-    return "\n".join([*lines, *(_row(result, stock.get(_steps_of(result))) for result in results)])
-
-
-def _steps_of(result: Mapping[str, Any]) -> tuple[str, int]:
-    """What runs must have in common to be compared."""
-    return json.dumps(result["case"]), len(result.get("losses", ()))
-
-
-def _row(result: Mapping[str, Any], stock: Mapping[str, Any] | None) -> str:
-    case = Case(**result["case"])
-    checkpointing = "on" if case.checkpointing else "off"
-    what = f"| {case.shape} | {case.batch} x {case.length} | {case.adapter} r{case.rank} | {checkpointing} "
-    what += f"| {result['variant']} "
-    if "error" in result:
-        return what + "| failed | | | | | |"
-    median, peak, losses = statistics.median(result["seconds"]), result["peak_bytes"], result["losses"]
-    spread = f"{median * 1e3:.1f} ({min(result['seconds']) * 1e3:.1f}-{max(result['seconds']) * 1e3:.1f})"
-    slower, larger, further = "", "", ""
-    if stock:
-        slower = f"{median / statistics.median(stock['seconds']):.3f}"
-        larger = f"{peak / stock['peak_bytes']:.3f}"
-        further = f"{max(abs(a - b) for a, b in zip(losses, stock['losses'], strict=True)):.1e}"
-    seen = f"{losses[0]:.4f}, {losses[-1]:.4f}"
-    return what + f"| {spread} | {slower} | {peak / 2**30:.2f} | {larger} | {seen} | {further} |"
 
 
 def write(results: Sequence[Mapping[str, Any]], output: Path) -> None:

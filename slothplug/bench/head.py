@@ -2,7 +2,7 @@
 
     python -m slothplug.bench.head --output docs/benchmarks/head
 
-All run in one process, but for Unsloth, which has one of its own. ``of bare products`` is the time over that of the
+All share one process a case, but for Unsloth, which has its own. ``of bare products`` is the time over that of the
 matrix products alone which any implementation must do (two with a frozen head, three with a trainable one, at full
 size); provider and products take turns, so that both meet the clocks that such work leaves the GPU. ``extra`` is the
 peak of GPU memory less inputs and gradients. ``error`` is the norm of a gradient's error against float64 over that of
@@ -11,12 +11,10 @@ stock's, the larger of the two: a peer above 1.25 computes something less exact 
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +22,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from slothplug.bench.environment import versions, write
+from slothplug.bench.environment import in_own_process, markdown, show, spread, versions
 
 IGNORED = -100
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -76,17 +74,10 @@ def _torch_native() -> Loss:
     return lambda hidden, weight, labels, num_items: function(hidden, weight, labels, reduction="sum") / num_items
 
 
-def _liger() -> Loss:
+def _liger(**options: Any) -> Loss:
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
-    function = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-    return lambda hidden, weight, labels, num_items: function(weight, hidden, labels) / num_items
-
-
-def _liger_float32() -> Loss:
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
-
-    function = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+    function = LigerFusedLinearCrossEntropyLoss(reduction="sum", **options)
     return lambda hidden, weight, labels, num_items: function(weight, hidden, labels) / num_items
 
 
@@ -112,7 +103,7 @@ PROVIDERS: Mapping[str, Callable[[], Loss]] = {
     "HF eager": lambda: stock_loss,
     "F.linear_cross_entropy": _torch_native,
     "Liger": _liger,
-    "Liger, float32 sums": _liger_float32,
+    "Liger, float32 sums": lambda: _liger(accum_dtype=torch.float32),
     "cut-cross-entropy, exact": lambda: _cce(None),
     "cut-cross-entropy, filtered": lambda: _cce("high"),
     "Unsloth": _unsloth,
@@ -180,31 +171,39 @@ def bare_products(case: Case) -> Callable[[], None]:
     return run
 
 
-def take_step(loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, num_items: int) -> float:
-    """Forward and backward; the gradients are left on the operands. Returns the loss, waiting for it."""
-    hidden.grad = weight.grad = None
-    result = loss(hidden, weight, labels, num_items)
-    result.backward()
-    return result.item()
+def step_of(loss: Callable[[], torch.Tensor], operands: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Forward and backward, without a wait; the gradients are left on the operands. Returns the loss."""
+
+    def step() -> torch.Tensor:
+        for operand in operands:
+            operand.grad = None
+        result = loss()
+        result.backward()
+        return result
+
+    return step
 
 
-def memory_and_errors(
-    loss: Loss, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], num_items: int, reference: Sequence[Any]
-) -> dict[str, Any]:
-    """Peak memory beyond inputs and gradients, and each gradient's error over the norm of the float64 gradient."""
-    take_step(loss, *operands, num_items)  # compiles
-    operands[0].grad = operands[1].grad = None
+def extra_bytes(step: Callable[[], Any], operands: Sequence[torch.Tensor]) -> int:
+    """Peak memory beyond inputs and gradients."""
+    step()  # compiles
+    for operand in operands:
+        operand.grad = None
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    value = take_step(loss, *operands, num_items)
-    gradients = [tensor.grad for tensor in operands[:2] if tensor.grad is not None]
-    extra = torch.cuda.max_memory_allocated() - before - sum(gradient.nbytes for gradient in gradients)
-    errors = [
+    step()
+    gradients = sum(operand.grad.nbytes for operand in operands if operand.grad is not None)
+    return torch.cuda.max_memory_allocated() - before - gradients
+
+
+def errors(operands: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> list[float]:
+    """Each gradient's error over the norm of the float64 gradient."""
+    gradients = [tensor.grad for tensor in operands if tensor.grad is not None]
+    return [
         ((gradient.double() - exact).norm() / exact.norm()).item()
         for gradient, exact in zip(gradients, reference, strict=False)
     ]
-    return {"extra_bytes": extra, "errors": errors, "loss": value}
 
 
 def measure(names: Sequence[str], case: Case, repetitions: int) -> list[dict[str, Any]]:
@@ -218,71 +217,50 @@ def measure(names: Sequence[str], case: Case, repetitions: int) -> list[dict[str
         row: dict[str, Any] = {"provider": name, "case": asdict(case)}
         try:
             loss = PROVIDERS[name]()
-            row |= memory_and_errors(loss, operands, num_items, reference)
-            row["bare_ms"], row["ms"] = milliseconds(
-                [products, _without_waiting(loss, *operands, num_items)], repetitions
-            )
+            step = step_of(partial(loss, *operands, num_items), operands)
+            row |= {"extra_bytes": extra_bytes(step, operands), "errors": errors(operands, reference)}
+            row["loss"] = step().item()
+            row["bare_ms"], row["ms"] = milliseconds([products, step], repetitions)
         except Exception as error:  # a peer may lack a kernel, a version or the memory; the table says so
             row["failure"] = f"{type(error).__name__}: {error}"[:300]
         rows.append(row)
     return rows
 
 
-def _without_waiting(
-    loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, num_items: int
-) -> Callable[[], None]:
-    def step() -> None:
-        hidden.grad = weight.grad = None
-        loss(hidden, weight, labels, num_items).backward()
-
-    return step
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table; the cases in order, the providers of each beside one another."""
-    lines = [
-        "| tokens x hidden x vocabulary | head | ignored | provider | ms (min-max) | of bare products | extra, GB "
-        "| error, of stock's |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "tokens x hidden x vocabulary", "head", "ignored", "provider", "ms (min-max)", "of bare products", "extra, GB",
+        "error, of stock's",
+    )  # fmt: skip
+    lines = []
     for case in CASES:
         own = [row for row in rows if row["case"] == asdict(case)]
         stock = next((row["errors"] for row in own if row["provider"] == "HF eager" and "errors" in row), None)
-        head = (
-            f"| {case.tokens} x {case.hidden} x {case.vocabulary} | {'trainable' if case.trainable else 'frozen'} "
-            f"| {case.ignored:.0%} "
-        )
-        lines += [f"{head}| {row['provider']} | {_figures(row, stock)} |" for row in own]
-    return "\n".join(lines)
+        shape = f"{case.tokens} x {case.hidden} x {case.vocabulary}"
+        head = [shape, "trainable" if case.trainable else "frozen", f"{case.ignored:.0%}"]
+        lines += [[*head, row["provider"], *_figures(row, stock)] for row in own]
+    return markdown(columns, lines)
 
 
-def _figures(row: Mapping[str, Any], stock: Sequence[float] | None) -> str:
+def _figures(row: Mapping[str, Any], stock: Sequence[float] | None) -> list[str]:
     if "failure" in row:
-        return f"{row['failure'].splitlines()[0][:80]} | | |"
-    times = row["ms"]
-    median = statistics.median(times)
+        return [row["failure"].splitlines()[0][:80], "", "", ""]
     error = max(ours / theirs for ours, theirs in zip(row["errors"], stock, strict=True)) if stock else None
-    return (
-        f"{median:.2f} ({times[0]:.2f}-{times[-1]:.2f}) | {median / statistics.median(row['bare_ms']):.3f} "
-        f"| {row['extra_bytes'] / 1e9:.2f} | {'' if error is None else f'{error:.3g}'}"
-    )
+    of_products = statistics.median(row["ms"]) / statistics.median(row["bare_ms"])
+    extra = f"{row['extra_bytes'] / 1e9:.2f}"
+    return [spread(row["ms"]), f"{of_products:.3f}", extra, "" if error is None else f"{error:.3g}"]
 
 
-def run_in_process(names: Sequence[str], repetitions: int, timeout: int) -> list[dict[str, Any]]:
-    """``measure`` in a process of its own, case by case; what it had printed when it failed or ran out of time."""
-    command = [sys.executable, "-m", "slothplug.bench.head", "--repetitions", str(repetitions), "--here"]
-    command += ["--providers", ";".join(names)]
+def measure_apart(names: Sequence[str], case: Case, repetitions: int, timeout: int) -> list[dict[str, Any]]:
+    """``measure`` in a process of its own; rows with ``failure`` where that fails or runs out of time."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-        output, errors = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as expired:
-        output, errors = (expired.stdout or b"").decode(), f"no answer within {timeout} s"
-    lines = output.splitlines()
-    rows = [json.loads(line.removeprefix("ROW ")) for line in lines if line.startswith("ROW ")]
-    last = (errors.strip() or "ended without a word").splitlines()[-1]
-    for case in CASES[len(rows) // len(names) :]:
-        rows += [{"provider": name, "case": asdict(case), "failure": last} for name in names]
-    return rows
+        return in_own_process(measure, names, case, repetitions, timeout=timeout)
+    except TimeoutError:
+        failure = f"no answer within {timeout} s"
+    except Exception as error:  # out of memory, say
+        failure = f"{type(error).__name__}: {error}"
+    return [{"provider": name, "case": asdict(case), "failure": failure} for name in names]
 
 
 def main(
@@ -290,23 +268,14 @@ def main(
     repetitions: int = 10,
     timeout: Annotated[int, typer.Option(help="Seconds a process may take.")] = 240,
     output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and OUTPUT.json.")] = None,
-    here: Annotated[bool, typer.Option("--here", hidden=True)] = False,
 ) -> None:
     """Times the head and prints a table."""
     names = providers.split(";")
-    if here:
-        for case in CASES:
-            for row in measure(names, case, repetitions):
-                print("ROW " + json.dumps(row), flush=True)
-            torch.cuda.empty_cache()
-        return
     rows: list[dict[str, Any]] = []
     for group in ([name for name in names if name != ALONE], [name for name in names if name == ALONE]):
-        rows += run_in_process(group, repetitions, timeout) if group else []
-    text = f"{versions()}\n\n{table(rows)}\n"
-    print(text)
-    if output:
-        write(output, "head", "Linear + cross-entropy", rows, text)
+        for case in CASES if group else ():
+            rows += measure_apart(group, case, repetitions, timeout)
+    show(output, "head", "Linear + cross-entropy", rows, f"{versions()}\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from slothplug.bench.environment import versions, write
+from slothplug.bench.environment import markdown, show, versions
 from slothplug.kernels.glu import glu
 from slothplug.kernels.rms_norm import rms_norm
 from slothplug.kernels.rotary import rotary
@@ -42,8 +42,8 @@ def cases() -> Iterator[Case]:
     yield _glu_case()
 
 
-def _tensor(*shape: int, grad: bool = True) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+def _tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
 def _rms_norm_case(name: str, rows: int, width: int) -> Case:
@@ -157,19 +157,12 @@ def main(output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and 
     torch.manual_seed(0)
     rate = copy_rate()
     rows = [row for case in cases() for row in measure(case, rate)]
-    lines = [
-        f"{versions()}; copy {rate / 1e12:.2f} TB/s",
-        "",
-        "| operation | mode | provider | ms | of the byte floor |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {r['case']} | {r['mode']} | {r['provider']} | {r['ms']:.3f} | {r['ms'] / r['floor_ms']:.2f}x |"
-        for r in rows
-    ]
-    print("\n".join(lines))
-    if output:
-        write(output, "kernels", "Bare operations", rows, "\n".join(lines) + "\n")
+    table = markdown(
+        ("operation", "mode", "provider", "ms", "of the byte floor"),
+        ((r["case"], r["mode"], r["provider"], f"{r['ms']:.3f}", f"{r['ms'] / r['floor_ms']:.2f}x") for r in rows),
+    )
+    text = f"{versions()}; copy {rate / 1e12:.2f} TB/s\n\n{table}\n"
+    show(output, "kernels", "Bare operations", rows, text)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ with a wait for its loss, as a Trainer that logs every step has it.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Annotated, Any
 from unittest import mock
 
@@ -20,25 +19,17 @@ import typer
 from torch import nn
 
 import slothplug
-from slothplug.bench.environment import versions
-from slothplug.bench.trainer_step import SHAPES
+from slothplug.bench.environment import spread, versions
+from slothplug.bench.steps import SHAPES, random_model
 from slothplug.ops.head import fused_loss
 from slothplug.ops.head.label_count import CountedLabels
 
 IGNORED = -100
 
 
-@contextmanager
-def counted_at_the_call() -> Iterator[None]:
-    """As it is."""
-    yield
-
-
-@contextmanager
-def counted_at_the_loss() -> Iterator[None]:
+def counted_at_the_loss() -> AbstractContextManager[Any]:
     """One wait for the device at the loss."""
-    with mock.patch.object(CountedLabels, "start", return_value=None):
-        yield
+    return mock.patch.object(CountedLabels, "start", return_value=None)
 
 
 @contextmanager
@@ -48,9 +39,9 @@ def not_counted() -> Iterator[None]:
         yield
 
 
-WAYS: dict[str, Callable[[], Any]] = {
+WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "not counted": not_counted,
-    "counted at the call": counted_at_the_call,
+    "counted at the call": nullcontext,
     "counted at the loss": counted_at_the_loss,
 }
 
@@ -58,16 +49,9 @@ WAYS: dict[str, Callable[[], Any]] = {
 def lora_model(shape: str) -> nn.Module:
     """A patched model in bfloat16 with random weights and adapters of rank 16 on all linears."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**SHAPES[shape])
-    config.use_cache = False
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    torch.set_default_dtype(torch.float32)
-    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: nn.Module = get_peft_model(random_model(SHAPES[shape]), lora)
     slothplug.patch(model)
     return model.train()
 
@@ -105,8 +89,7 @@ def main(
                 if repetition >= 3:
                     seconds[name].append(took * 1e3)
         for name, found in seconds.items():
-            spread = f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})"
-            print(f"| {shape} | {batch} x {length} | {share:.0%} | {name} | {spread} |")
+            print(f"| {shape} | {batch} x {length} | {share:.0%} | {name} | {spread(found)} |")
     print(f"\n{versions()}")
 
 

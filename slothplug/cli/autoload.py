@@ -7,7 +7,7 @@ interpreter starts. It is entered in the RECORD of the installed slothplug, so u
 from __future__ import annotations
 
 import site
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +55,8 @@ def _record() -> Path:
         installed = distribution("slothplug")
     except PackageNotFoundError:
         raise AutoloadError("slothplug is not installed here, only found. Install it with pip first.") from None
-    record = _file(installed, "RECORD")
+    records = [file for file in installed.files or () if file.match("*.dist-info/RECORD")]
+    record = Path(str(installed.locate_file(records[0]))) if records else None
     folders = {Path(folder).resolve() for folder in (*site.getsitepackages(), site.getusersitepackages())}
     if record is None or record.parent.parent.resolve() not in folders:
         raise AutoloadError(
@@ -63,13 +64,6 @@ def _record() -> Path:
             f"Use 'slothplug run' there."
         )
     return record
-
-
-def _file(installed: Distribution, name: str) -> Path | None:
-    for file in installed.files or ():
-        if file.name == name and file.parent.name.endswith(".dist-info"):
-            return Path(str(installed.locate_file(file)))
-    return None
 
 
 def _enter(record: Path, *, present: bool) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,9 @@ def run_demo(out: Path, steps: int | None = None, cpu: bool = False) -> None:
     console.print()
     console.print(runs["fast"].details["report_text"], markup=False, highlight=False, soft_wrap=True)
     console.print()
-    console.print(_curve_table(runs))
-    console.print()
-    console.print(_cost_table(runs, plan))
-    console.print()
-    console.print(_difference_table(runs, out))
-    console.print()
+    for table in (_curve_table(runs), _cost_table(runs, plan), _difference_table(runs, out)):
+        console.print(table)
+        console.print()
     if plan.device == "cpu":
         console.print(
             "Without a GPU time is not the point: PyTorch computes both sides here. What to see is that the numbers "
@@ -85,12 +83,7 @@ def run_demo(out: Path, steps: int | None = None, cpu: bool = False) -> None:
 
 
 def _check_installed() -> None:
-    missing = []
-    for name in ("accelerate", "peft", "matplotlib", "tokenizers"):
-        try:
-            __import__(name)
-        except ImportError:
-            missing.append(name)
+    missing = [name for name in ("accelerate", "peft", "matplotlib", "tokenizers") if find_spec(name) is None]
     if missing:
         raise SlothplugError(f"The demo needs {', '.join(missing)}. Install with: pip install 'slothplug[demo]'")
 
@@ -151,11 +144,17 @@ def _load(out: Path, side: str) -> Run:
     )
 
 
+def _table(title: str, *columns: str) -> Table:
+    """A table of figures; the first column says what they are of."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if table.columns else "left")
+    return table
+
+
 def _curve_table(runs: dict[str, Run]) -> Table:
     """About ten points of both curves."""
-    table = Table(title="training loss", title_justify="left")
-    for column in ("step", TITLES["stock"], TITLES["fast"], "difference"):
-        table.add_column(column, justify="right")
+    table = _table("training loss", "step", TITLES["stock"], TITLES["fast"], "difference")
     stock, fast = runs["stock"].losses, runs["fast"].losses
     last = len(stock) - 1
     for index in sorted({round(last * part / 9) for part in range(10)}):
@@ -168,9 +167,7 @@ def _curve_table(runs: dict[str, Run]) -> Table:
 def _cost_table(runs: dict[str, Run], plan: Plan) -> Table:
     stock, fast = runs["stock"], runs["fast"]
     memory = "peak GPU memory" if plan.device == "cuda" else "peak process memory"
-    table = Table(title="time and memory", title_justify="left")
-    for column, justify in (("", "left"), (TITLES["stock"], "right"), (TITLES["fast"], "right"), ("ratio", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table = _table("time and memory", "", TITLES["stock"], TITLES["fast"], "ratio")
     rows: list[tuple[str, Callable[[float], str], float, float]] = [
         ("median step", _seconds, stock.step_seconds, fast.step_seconds),
         ("training", _seconds, stock.seconds, fast.seconds),
@@ -185,11 +182,9 @@ def _difference_table(runs: dict[str, Run], out: Path) -> Table:
     """How far the two runs are apart, beside how far stock is from stock with its other attention implementation."""
     stock, fast = runs["stock"], runs["fast"]
     eager_loss, eager = torch.load(out / "stock-gradients.pt")["yardstick"]
-    table = Table(title="largest differences from stock", title_justify="left", caption_justify="left")
-    table.add_column("")
-    table.add_column(TITLES["fast"], justify="right")
-    table.add_column("stock, eager attention", justify="right")
-    table.add_row("training loss, all steps", f"{_largest_loss_difference(stock, fast):.1e}", "-")
+    losses = max(abs(ours - theirs) for ours, theirs in zip(fast.losses, stock.losses, strict=True))
+    table = _table("largest differences from stock", "", TITLES["fast"], "stock, eager attention")
+    table.add_row("training loss, all steps", f"{losses:.1e}", "-")
     table.add_row(
         "loss, one batch",
         f"{abs(fast.gradients_loss - stock.gradients_loss):.1e}",
@@ -205,10 +200,6 @@ def _difference_table(runs: dict[str, Run], out: Path) -> Table:
         f"difference relative to the norm of its tensor."
     )
     return table
-
-
-def _largest_loss_difference(stock: Run, fast: Run) -> float:
-    return max(abs(ours - theirs) for ours, theirs in zip(fast.losses, stock.losses, strict=True))
 
 
 def largest_difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -32,7 +32,7 @@ def blocks_of_tokens(count: int, length: int, vocab: int) -> torch.Tensor:
     Raises:
         SlothplugError: Python was installed without its sources.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     texts = list(sources())
     if not texts:
@@ -42,7 +42,6 @@ def blocks_of_tokens(count: int, length: int, vocab: int) -> torch.Tensor:
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=[END],

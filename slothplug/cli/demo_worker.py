@@ -7,7 +7,6 @@ there, and prints one JSON line a step.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -20,19 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 from slothplug.cli.demo_plan import Plan
 from slothplug.integrations.hf import FastKernelsCallback
-
-
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of tokens whose labels are the tokens themselves; the model shifts them."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+from slothplug.integrations.hf.throughput import peak_memory
 
 
 class RecordingTrainer(Trainer):
@@ -116,14 +103,6 @@ def yardstick(trainer: Trainer, batch: torch.Tensor, seed: int) -> tuple[float, 
         config._attn_implementation = before
 
 
-def peak_memory(device: str) -> int:
-    """Bytes: of the GPU's allocator where there is a GPU, else the largest resident size of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def train(folder: Path, side: str) -> None:
     plan = Plan.load(folder / "plan.json")
     tokens = torch.load(folder / "tokens.pt")
@@ -131,7 +110,7 @@ def train(folder: Path, side: str) -> None:
     trainer = RecordingTrainer(
         model=build(plan),
         args=arguments(plan, folder),
-        train_dataset=Rows(tokens[plan.rows :]),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens[plan.rows :]],  # the model shifts labels
         callbacks=[fast_kernels],
     )
     trainer.remove_callback(PrinterCallback)
@@ -150,7 +129,7 @@ def train(folder: Path, side: str) -> None:
         "losses": trainer.losses,
         "seconds": time.perf_counter() - began,
         "done_at": [moment - began for moment in trainer.done_at],
-        "peak_memory": peak_memory(plan.device),
+        "peak_memory": peak_memory(torch.device(plan.device)),
     }
     if fast_kernels.report is not None:
         result |= {"report": fast_kernels.report.to_dict(), "report_text": str(fast_kernels.report)}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import slothplug
-from slothplug.cli.self_test import self_test
 from slothplug.kernels.backend import choose_backend, triton_importable, why_not_triton
 from slothplug.plugins import operations
 from slothplug.versions import PACKAGES, PEFT, Package
@@ -144,3 +144,30 @@ def _training(findings: list[Finding]) -> Finding:
         return Finding(subject, self_test(device), "ok")
     except Exception as error:  # the doctor's job is to say what is wrong, whatever it is
         return Finding(subject, "failed", "broken", f"{type(error).__name__}: {error}")
+
+
+def self_test(device: torch.device) -> str:
+    """Trains a one-layer Llama for one step on ``device`` with the flag on, with LoRA where PEFT is installed.
+
+    Returns what was fused.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).to(device)
+    if importlib.util.find_spec("peft") is not None:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    report = slothplug.patch(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(32, device=device).view(1, -1)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    if not loss.isfinite():
+        raise ArithmeticError(f"the loss of the first step is {loss.item()}")
+    return report.summary().removeprefix("slothplug: ")

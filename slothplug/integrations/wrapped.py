@@ -1,4 +1,4 @@
-"""Wraps a function of a framework in its own module, once, and restores it."""
+"""Wraps a function of a framework in its own module, once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_MARK = "_slothplug_original"
+_MARK = "_slothplug_wrapped"
 
 
 def wrap(home: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -15,13 +15,5 @@ def wrap(home: str, name: str, make: Callable[[Callable[..., Any]], Callable[...
     original = getattr(module, name)
     if not hasattr(original, _MARK):
         wrapper = make(original)
-        setattr(wrapper, _MARK, original)
+        setattr(wrapper, _MARK, True)
         setattr(module, name, wrapper)
-
-
-def unwrap(home: str, name: str) -> None:
-    """Puts back what ``wrap`` replaced. Does nothing if it is not wrapped."""
-    module = sys.modules.get(home)
-    original = getattr(getattr(module, name, None), _MARK, None)
-    if original is not None:
-        setattr(module, name, original)

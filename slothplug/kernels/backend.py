@@ -58,7 +58,7 @@ Implementation = TypeVar("Implementation")
 
 
 def primitives_on(backend: Backend, torch_primitives: Implementation, triton_module: str) -> Implementation:
-    """The primitives of an operation on ``backend``: ``torch_primitives``, or the Triton class of the same protocol.
+    """The primitives of an operation on ``backend``: ``torch_primitives``, or the Triton class of the same functions.
 
     That is ``TritonPrimitives`` of ``kernels/triton/<triton_module>.py``, which is imported at its first use.
 

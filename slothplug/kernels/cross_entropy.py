@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -80,8 +80,8 @@ class RowStatistics(NamedTuple):
         return cls(entropy, torch.empty(rows, dtype=torch.int64, device=device))
 
 
-class Primitives(Protocol):
-    """What a backend implements."""
+class Primitives:
+    """PyTorch's functions; Triton's class has the same ones."""
 
     @staticmethod
     def cross_entropy_rows(
@@ -103,6 +103,16 @@ class Primitives(Protocol):
             upstream: where given, the gradients are written over the logits.
             statistics: where given, written for the logits after the epilogue, also of ignored rows.
         """
+        step = max(1, _BLOCK // logits.shape[1])
+        for start in range(0, logits.shape[0], step):
+            block, stop = logits[start : start + step], start + step
+            if statistics is not None:
+                _write_statistics(block, spec.epilogue, slice_statistics(statistics, start, stop))
+            loss, gradient = _block(block, labels[start:stop], spec, slice_upstream(upstream, start, stop))
+            if losses is not None:
+                losses[start:stop] = loss
+            if gradient is not None:
+                block.copy_(gradient)
 
     @staticmethod
     def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
@@ -110,11 +120,12 @@ class Primitives(Protocol):
 
         ``factor`` is 0-d, or [rows]; it has the dtype of the gradient.
         """
+        torch.mul(gradient, factor.unsqueeze(1) if factor.ndim else factor, out=out)
 
 
-def primitives(backend: Backend) -> Primitives:
+def primitives(backend: Backend) -> type[Primitives]:
     """The functions of ``backend``. Those of Triton compute in float32: float64 logits are for PyTorch's."""
-    return primitives_on(backend, _TorchPrimitives, "cross_entropy")
+    return primitives_on(backend, Primitives, "cross_entropy")
 
 
 def compose(steps: Sequence[EpilogueStep], dtype: torch.dtype) -> Epilogue:
@@ -156,32 +167,6 @@ def slice_upstream(upstream: Upstream | None, start: int, stop: int) -> Upstream
 
 def slice_statistics(statistics: RowStatistics, start: int, stop: int) -> RowStatistics:
     return RowStatistics(statistics.entropy[start:stop], statistics.argmax[start:stop])
-
-
-class _TorchPrimitives:
-    @staticmethod
-    def cross_entropy_rows(
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        losses: torch.Tensor | None,
-        spec: LossSpec,
-        upstream: Upstream | None,
-        statistics: RowStatistics | None,
-    ) -> None:
-        step = max(1, _BLOCK // logits.shape[1])
-        for start in range(0, logits.shape[0], step):
-            block, stop = logits[start : start + step], start + step
-            if statistics is not None:
-                _write_statistics(block, spec.epilogue, slice_statistics(statistics, start, stop))
-            loss, gradient = _block(block, labels[start:stop], spec, slice_upstream(upstream, start, stop))
-            if losses is not None:
-                losses[start:stop] = loss
-            if gradient is not None:
-                block.copy_(gradient)
-
-    @staticmethod
-    def scale(gradient: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mul(gradient, factor.unsqueeze(1) if factor.ndim else factor, out=out)
 
 
 def _write_statistics(logits: torch.Tensor, epilogue: Epilogue, out: RowStatistics) -> None:

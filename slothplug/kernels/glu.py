@@ -28,7 +28,9 @@ relu2, gate = 300 and up = 0.5 give 45000, where stock's intermediate 90000 is i
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, get_args
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -39,6 +41,17 @@ from slothplug.kernels.once_differentiable import once_differentiable
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "quick_gelu"]
 Layout = Literal["gate_up", "up_gate", "interleaved"]
+
+FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+"""act(x) in x's dtype, a new tensor."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
@@ -61,11 +74,6 @@ def glu(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = 
         ValueError: gate and up differ in shape or device, or the activation or the backend is unknown.
     """
     _check(gate, up, activation)
-    return glu_unchecked(gate, up, activation=activation, backend=backend)
-
-
-def glu_unchecked(gate: Tensor, up: Tensor, *, activation: Activation, backend: Backend = "torch") -> Tensor:
-    """``glu`` for callers that have checked dtypes, shapes and the activation themselves."""
     return _GLU.apply(gate, up, activation, primitives(backend))
 
 
@@ -87,13 +95,6 @@ def glu_packed(gate_up: Tensor, *, activation: Activation, layout: Layout, backe
             f"a packed tensor holds gate and up, so its last dimension is even; got {tuple(gate_up.shape)}"
         )
     _check(*split_packed(gate_up, layout), activation)
-    return glu_packed_unchecked(gate_up, activation=activation, layout=layout, backend=backend)
-
-
-def glu_packed_unchecked(
-    gate_up: Tensor, *, activation: Activation, layout: Layout, backend: Backend = "torch"
-) -> Tensor:
-    """``glu_packed`` for callers that have checked the dtype, the shape and the options themselves."""
     return _PackedGLU.apply(gate_up, activation, layout, primitives(backend))
 
 
@@ -118,8 +119,8 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
         raise ValueError(f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
 
 
-class Primitives(Protocol):
-    """The mathematics without autograd, checks and allocations; what a backend implements.
+class Primitives:
+    """The mathematics without autograd, checks and allocations, in PyTorch; Triton's class has the same functions.
 
     Tensors are [..., I] of one shape. Inputs have any strides; destinations have leading dimensions that collapse into
     one. Dtypes are those of ``glu``.
@@ -128,6 +129,7 @@ class Primitives(Protocol):
     @staticmethod
     def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
         """Writes act(gate) * up into ``out``, which may be gate or up."""
+        torch.mul(_activate(gate.float(), activation), up, out=out)
 
     @staticmethod
     def backward(
@@ -143,16 +145,24 @@ class Primitives(Protocol):
 
         Either may be grad_output, gate or up.
         """
+        gate_float = gate.float()
+        written = []
+        if grad_gate is not None:
+            written.append((grad_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
+        if grad_up is not None:
+            written.append((grad_up, _activate(gate_float, activation) * grad_output))
+        for destination, value in written:  # after everything is read, since a destination may be an input
+            destination.copy_(value)
 
 
-def primitives(backend: Backend) -> Primitives:
+def primitives(backend: Backend) -> type[Primitives]:
     """The functions of ``backend``."""
-    return primitives_on(backend, _TorchPrimitives, "glu")
+    return primitives_on(backend, Primitives, "glu")
 
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, primitives: Primitives) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, primitives: type[Primitives]) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.primitives = activation, primitives
         out = _empty(gate)
@@ -172,7 +182,9 @@ class _GLU(torch.autograd.Function):
 
 class _PackedGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, activation: Activation, layout: Layout, primitives: Primitives) -> Tensor:
+    def forward(
+        ctx: Any, gate_up: Tensor, activation: Activation, layout: Layout, primitives: type[Primitives]
+    ) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.layout, ctx.primitives = activation, layout, primitives
         gate, up = split_packed(gate_up, layout)
@@ -195,48 +207,13 @@ def _empty(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-class _TorchPrimitives:
-    @staticmethod
-    def forward(gate: Tensor, up: Tensor, activation: Activation, out: Tensor) -> None:
-        torch.mul(_activate(gate.float(), activation), up, out=out)
-
-    @staticmethod
-    def backward(
-        grad_output: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        activation: Activation,
-        *,
-        grad_gate: Tensor | None = None,
-        grad_up: Tensor | None = None,
-    ) -> None:
-        gate_float = gate.float()
-        written = []
-        if grad_gate is not None:
-            written.append((grad_gate, _activation_backward(grad_output.float() * up, gate_float, activation)))
-        if grad_up is not None:
-            written.append((grad_up, _activate(gate_float, activation) * grad_output))
-        for destination, value in written:  # after everything is read, since a destination may be an input
-            destination.copy_(value)
-
-
 def _activate(x: Tensor, activation: Activation) -> Tensor:
-    """act(x) for float32 x, a new tensor."""
-    match activation:
-        case "silu":
-            return functional.silu(x)
-        case "gelu":
-            return functional.gelu(x)
-        case "gelu_tanh":
-            return functional.gelu(x, approximate="tanh")
-        case "relu":
-            return x.relu()
-        case "relu2":
-            return x.relu().square_()
-        case "sigmoid":
-            return x.sigmoid()
-        case "quick_gelu":
-            return torch.sigmoid(1.702 * x).mul_(x)
+    """act(x) for float32 x, a new tensor; in place where the formula's own intermediate results cost time."""
+    if activation == "relu2":
+        return x.relu().square_()
+    if activation == "quick_gelu":
+        return torch.sigmoid(1.702 * x).mul_(x)
+    return FORMULAS[activation](x)
 
 
 def _activation_backward(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:

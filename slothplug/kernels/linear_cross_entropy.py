@@ -202,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         class_weight: torch.Tensor | None,
         statistics: RowStatistics | None,
         options: _Options,
-        primitives: Primitives,
+        primitives: type[Primitives],
     ) -> torch.Tensor:
         none = (False,) * len(Gradients._fields)
         needed = tuple(ctx.needs_input_grad[: len(none)]) if options.grad_enabled else none

@@ -51,7 +51,7 @@ class Head(NamedTuple):
     b: torch.Tensor | None
     scaling: float
     spec: LossSpec
-    primitives: Primitives
+    primitives: type[Primitives]
 
 
 class Gradients(NamedTuple):

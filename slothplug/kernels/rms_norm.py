@@ -23,7 +23,7 @@ float32 partial rows, 8 P H bytes for P <= 768 partial sums. Kept for backward: 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -77,30 +77,8 @@ def rms_norm(
         raise ValueError(f"weight of shape {tuple(weight.shape)} cannot scale rows of x, {tuple(x.shape)}")
     if casting not in ("before_weight", "after_weight"):
         raise ValueError(f"casting is 'before_weight' or 'after_weight', not {casting!r}")
-    return rms_norm_unchecked(x, weight, eps, offset=offset, casting=casting, backend=backend)
-
-
-def rms_norm_unchecked(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    *,
-    offset: float = 0.0,
-    casting: Casting = "before_weight",
-    backend: Backend = "torch",
-) -> torch.Tensor:
-    """``rms_norm`` for callers that have checked dtypes, shapes and casting themselves."""
     output: torch.Tensor = _RMSNorm.apply(x, weight, Variant(eps, offset, casting), primitives(backend))
     return output
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, variant: Variant) -> torch.Tensor:
-    """The formula in plain PyTorch operations, with the roundings of stock modules; arguments as those of ``rms_norm``.
-
-    The torch backend computes by it. It fuses nothing, and autograd differentiates it.
-    """
-    n, _ = _normalise(x, variant.eps)
-    return _scale(n, x.dtype, weight, variant)
 
 
 def output_dtype(x_dtype: torch.dtype, weight: torch.Tensor | None, casting: Casting) -> torch.dtype:
@@ -114,8 +92,8 @@ def _dtype_of(weight: torch.Tensor | None) -> str:
     return "no weight" if weight is None else f"a weight of {weight.dtype}"
 
 
-class Primitives(Protocol):
-    """The mathematics without autograd, checks and allocations; what a backend implements.
+class Primitives:
+    """The mathematics without autograd, checks and allocations, in PyTorch; Triton's class has the same functions.
 
     Tensors are [..., H] of one shape. Inputs have any strides. Destinations have a last dimension of stride 1 and up to
     three outer dimensions, or outer dimensions that collapse into one. ``rstd`` is ``row_layout.empty_row_values`` of
@@ -127,6 +105,14 @@ class Primitives(Protocol):
         x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
     ) -> None:
         """Writes the norm of x into ``y``, which may be x, and 1 / rms into ``rstd``."""
+        x32 = x.float()
+        rstd_column = torch.rsqrt(x32.square().mean(-1, keepdim=True) + variant.eps)
+        rstd.copy_(rstd_column.squeeze(-1))
+        n = x32 * rstd_column
+        if weight is not None and variant.casting == "before_weight":
+            torch.mul(n.to(x.dtype), _weight(weight, variant), out=y)
+        else:
+            y.copy_(n if weight is None else n * _weight(weight, variant))
 
     @staticmethod
     def add_forward(
@@ -142,6 +128,8 @@ class Primitives(Protocol):
 
         ``h`` has the dtype that torch promotes x and the residual to; it may be x or the residual.
         """
+        torch.add(x, residual, out=h)
+        Primitives.forward(h, weight, variant, y, rstd)
 
     @staticmethod
     def backward(
@@ -165,17 +153,27 @@ class Primitives(Protocol):
             grad_weight: [H], contiguous, overwritten.
             accumulate: adds to ``grad_x`` instead of overwriting it.
         """
+        rstd = rstd.unsqueeze(-1)
+        g, n = grad_output.float(), x.float() * rstd
+        if grad_weight is not None:
+            rows = (g * n).flatten(0, -2) if n.ndim > 1 else (g * n).unsqueeze(0)
+            grad_weight.copy_(rows.sum(0))
+        if grad_x is not None:
+            gw = g if weight is None else g * _weight(weight, variant)
+            projection = (gw * n).mean(-1, keepdim=True)
+            result = (gw - n.mul_(projection)).mul_(rstd)
+            grad_x.add_(result) if accumulate else grad_x.copy_(result)
 
 
-def primitives(backend: Backend) -> Primitives:
+def primitives(backend: Backend) -> type[Primitives]:
     """The functions of ``backend``."""
-    return primitives_on(backend, _TorchPrimitives, "rms_norm")
+    return primitives_on(backend, Primitives, "rms_norm")
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, primitives: Primitives
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, primitives: type[Primitives]
     ) -> torch.Tensor:
         y, rstd = empty_rows(x, output_dtype(x.dtype, weight, variant.casting)), empty_row_values(x)
         primitives.forward(x, weight, variant, y, rstd)
@@ -192,73 +190,6 @@ class _RMSNorm(torch.autograd.Function):
         grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         ctx.primitives.backward(grad_output, x, weight, rstd, ctx.variant, grad_x=grad_x, grad_weight=grad_weight)
         return grad_x, grad_weight, None, None
-
-
-class _TorchPrimitives:
-    @staticmethod
-    def forward(
-        x: torch.Tensor, weight: torch.Tensor | None, variant: Variant, y: torch.Tensor, rstd: torch.Tensor
-    ) -> None:
-        n, rstd_column = _normalise(x, variant.eps)
-        rstd.copy_(rstd_column.squeeze(-1))
-        _scale(n, x.dtype, weight, variant, out=y)
-
-    @staticmethod
-    def add_forward(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        variant: Variant,
-        h: torch.Tensor,
-        y: torch.Tensor,
-        rstd: torch.Tensor,
-    ) -> None:
-        torch.add(x, residual, out=h)
-        _TorchPrimitives.forward(h, weight, variant, y, rstd)
-
-    @staticmethod
-    def backward(
-        grad_output: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        rstd: torch.Tensor,
-        variant: Variant,
-        *,
-        grad_x: torch.Tensor | None = None,
-        grad_weight: torch.Tensor | None = None,
-        accumulate: bool = False,
-    ) -> None:
-        rstd = rstd.unsqueeze(-1)
-        g, n = grad_output.float(), x.float() * rstd
-        if grad_weight is not None:
-            rows = (g * n).flatten(0, -2) if n.ndim > 1 else (g * n).unsqueeze(0)
-            grad_weight.copy_(rows.sum(0))
-        if grad_x is not None:
-            gw = g if weight is None else g * _weight(weight, variant)
-            projection = (gw * n).mean(-1, keepdim=True)
-            result = (gw - n.mul_(projection)).mul_(rstd)
-            grad_x.add_(result) if accumulate else grad_x.copy_(result)
-
-
-def _normalise(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """n [..., H] and rstd [..., 1], float32."""
-    x32 = x.float()
-    rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return x32 * rstd, rstd
-
-
-def _scale(
-    n: torch.Tensor,
-    dtype: torch.dtype,
-    weight: torch.Tensor | None,
-    variant: Variant,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``n`` times the weight, rounded to ``dtype`` in the variant's order; in ``out`` where that is given."""
-    if weight is not None and variant.casting == "before_weight":
-        return torch.mul(n.to(dtype), _weight(weight, variant), out=out)
-    scaled = n if weight is None else n * _weight(weight, variant)
-    return scaled.to(dtype) if out is None else out.copy_(scaled)
 
 
 def _weight(weight: torch.Tensor, variant: Variant) -> torch.Tensor:

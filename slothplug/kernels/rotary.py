@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -97,34 +97,6 @@ def rotary(
         ValueError: shapes that do not fit, tables that require a gradient, an unknown option.
     """
     _check(q, k, cos, sin, table)
-    return rotary_unchecked(
-        q,
-        k,
-        cos,
-        sin,
-        pairing=pairing,
-        output=output,
-        table=table,
-        rotate_last=rotate_last,
-        promote=promote,
-        backend=backend,
-    )
-
-
-def rotary_unchecked(
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    pairing: Pairing = "half",
-    output: Output = "same",
-    table: Table = "cat",
-    rotate_last: bool = False,
-    promote: bool = True,
-    backend: Backend = "torch",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``rotary`` for callers that have checked dtypes, shapes and the tables themselves; options are checked here."""
     rotation = rotation_of(q.shape[-1], cos.shape[-1], pairing, output, table, rotate_last)
     outputs: tuple[torch.Tensor, torch.Tensor | None] = _Rotary.apply(
         q, k, cos, sin, rotation, promote, primitives(backend)
@@ -185,8 +157,8 @@ def _entries(pairing: Pairing, output: Output, table: Table) -> Literal["halves"
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Primitives(Protocol):
-    """The mathematics without autograd, checks and allocations; what a backend implements."""
+class Primitives:
+    """The mathematics without autograd, checks and allocations, in PyTorch; Triton's class has the same functions."""
 
     @staticmethod
     def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
@@ -198,11 +170,24 @@ class Primitives(Protocol):
             cos, sin: as ``rotary`` takes them.
             rotation: the map; ``rotation.transpose()`` for gradients.
         """
+        c0, c1 = _table_entries(cos, rotation)
+        s0, s1 = _table_entries(sin, rotation)
+        # x1 enters the first element with -s0, and x0 the second with s1; in the transposed map the two are exchanged.
+        first, second = (s1, -s0) if rotation.transposed else (-s0, s1)
+        stop = rotation.start + rotation.width
+        for x, y in pairs:
+            x0, x1 = (half.float() for half in _halves(x[..., rotation.start : stop], rotation.reads_interleaved))
+            y0, y1 = _halves(y[..., rotation.start : stop], rotation.writes_interleaved)
+            y0.copy_((x0 * c0).addcmul_(x1, first))
+            y1.copy_((x1 * c1).addcmul_(x0, second))
+            if rotation.width < x.shape[-1]:
+                rest = slice(stop, None) if rotation.start == 0 else slice(0, rotation.start)
+                y[..., rest] = x[..., rest]
 
 
-def primitives(backend: Backend) -> Primitives:
+def primitives(backend: Backend) -> type[Primitives]:
     """The functions of ``backend``."""
-    return primitives_on(backend, _TorchPrimitives, "rotary")
+    return primitives_on(backend, Primitives, "rotary")
 
 
 class _Rotary(torch.autograd.Function):
@@ -215,7 +200,7 @@ class _Rotary(torch.autograd.Function):
         sin: torch.Tensor,
         rotation: Rotation,
         promote: bool,
-        primitives: Primitives,
+        primitives: type[Primitives],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tables = torch.promote_types(cos.dtype, sin.dtype) if promote else None
         q_out = _empty_output(q, tables)
@@ -261,7 +246,7 @@ def _transposed(rotation: Rotation) -> Rotation:
 
 
 def _rotate_pairs(
-    primitives: Primitives,
+    primitives: type[Primitives],
     inputs: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor | None],
     cos: torch.Tensor,
@@ -272,24 +257,6 @@ def _rotate_pairs(
     pairs = [(x, y) for x, y in zip(inputs, outputs, strict=True) if x is not None and y is not None and x.numel()]
     if pairs:
         primitives.rotate(pairs, cos, sin, rotation)
-
-
-class _TorchPrimitives:
-    @staticmethod
-    def rotate(pairs: Sequence[Pair], cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> None:
-        c0, c1 = _table_entries(cos, rotation)
-        s0, s1 = _table_entries(sin, rotation)
-        # x1 enters the first element with -s0, and x0 the second with s1; in the transposed map the two are exchanged.
-        first, second = (s1, -s0) if rotation.transposed else (-s0, s1)
-        stop = rotation.start + rotation.width
-        for x, y in pairs:
-            x0, x1 = (half.float() for half in _halves(x[..., rotation.start : stop], rotation.reads_interleaved))
-            y0, y1 = _halves(y[..., rotation.start : stop], rotation.writes_interleaved)
-            y0.copy_((x0 * c0).addcmul_(x1, first))
-            y1.copy_((x1 * c1).addcmul_(x0, second))
-            if rotation.width < x.shape[-1]:
-                rest = slice(stop, None) if rotation.start == 0 else slice(0, rotation.start)
-                y[..., rest] = x[..., rest]
 
 
 def _halves(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

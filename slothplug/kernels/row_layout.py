@@ -76,17 +76,8 @@ def is_dense(order: Ints, shape: Ints, strides: Ints) -> bool:
 
 def matrix_stride(shape: Ints, strides: Ints) -> int | None:
     """The row stride of a tensor [..., H] viewed as [N, H]; None where its strides allow no such view."""
-    stride: int | None = None
-    expected = 0
-    for dim in range(len(shape) - 2, -1, -1):
-        if shape[dim] == 1:
-            continue
-        if stride is None:
-            stride = strides[dim]
-        elif strides[dim] != expected:
-            return None
-        expected = strides[dim] * shape[dim]
-    return stride or 0
+    merged = merge_rows(tuple(range(len(shape) - 1)), shape, strides)
+    return merged.strides[0][0] if merged.sizes == (1, 1) else None
 
 
 def empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from slothplug.patching.private_class import private
 from slothplug.patching.served import STATE, Served
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ForwardContext:
     """One outermost call in progress.
 
@@ -36,15 +38,13 @@ class ForwardContext:
         at_end: run in order when the call ends, also when it raises; each gets no argument.
     """
 
-    __slots__ = ("__weakref__", "at_end", "binding", "context", "failed", "keywords", "labels", "notes")
-
-    def __init__(
-        self, context: ModelContext, labels: torch.Tensor | None, keywords: dict[str, Any], binding: Binding | None
-    ) -> None:
-        self.context, self.labels, self.keywords = context, labels, keywords
-        self.binding, self.failed = binding, False
-        self.notes: dict[object, Any] = {}
-        self.at_end: list[Callable[[], None]] = []
+    context: ModelContext
+    labels: torch.Tensor | None
+    keywords: dict[str, Any]
+    binding: Binding | None
+    notes: dict[object, Any] = field(default_factory=dict)
+    failed: bool = False
+    at_end: list[Callable[[], None]] = field(default_factory=list)
 
 
 class _Active(threading.local):

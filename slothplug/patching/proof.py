@@ -82,7 +82,9 @@ def _unequal(name: str, got: torch.Tensor, expected: torch.Tensor, computed_in: 
     )
 
 
-def probe_rows(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Random activations ``[1, rows, size]`` that require grad, with rows of each rms in ``PROBE_RMS``, twice."""
-    scales = torch.tensor(PROBE_RMS * 2, device=device).view(1, -1, 1)
-    return (torch.randn(1, scales.numel(), size, device=device) * scales).to(dtype).requires_grad_()
+def probe_rows(
+    size: int, dtype: torch.dtype, device: torch.device, scales: tuple[float, ...] = PROBE_RMS
+) -> torch.Tensor:
+    """Random activations ``[1, rows, size]`` that require grad, with rows of each rms in ``scales``, twice."""
+    rows = torch.tensor(scales * 2, device=device).view(1, -1, 1)
+    return (torch.randn(1, rows.numel(), size, device=device) * rows).to(dtype).requires_grad_()

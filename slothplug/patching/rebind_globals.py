@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -29,9 +29,9 @@ def chain(function: Callable[..., Any]) -> list[FunctionType]:
     return list(found.values())
 
 
-def global_names(function: FunctionType) -> set[str]:
+def global_names(function: FunctionType) -> frozenset[str]:
     """Names that a function, or a function written inside it, reads from its module."""
-    return set(_global_names(function.__code__))
+    return _global_names(function.__code__)
 
 
 def rebuild(function: Callable[..., Any], name: str, replacement: object) -> Callable[..., Any] | None:
@@ -39,10 +39,8 @@ def rebuild(function: Callable[..., Any], name: str, replacement: object) -> Cal
 
     ``function`` may be a plain function, a ``functools.partial`` or a bound method; other callables are not entered.
     """
-    if not any(_reads(link, name) for link in chain(function)):
-        return None
     copied: Callable[..., Any] = _Copy(name, replacement).of(function)
-    return copied
+    return None if copied is function else copied
 
 
 def _collect(value: object, found: dict[int, FunctionType], depth: int) -> None:
@@ -72,14 +70,11 @@ def cell_contents(cell: CellType) -> object:
         return None
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
+@functools.cache
+def _global_names(code: CodeType) -> frozenset[str]:
     # co_names alone holds attributes too.
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in GLOBAL_READS:
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+    names = {each.argval for each in dis.get_instructions(code) if each.opname in GLOBAL_READS}
+    return frozenset(names).union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _reads(function: FunctionType, name: str) -> bool:
@@ -87,18 +82,17 @@ def _reads(function: FunctionType, name: str) -> bool:
 
 
 class _Copy:
-    """State of one ``rebuild``: which functions read the name, and the copies and cells made so far."""
+    """State of one ``rebuild``: the copies and cells made so far."""
 
     def __init__(self, name: str, replacement: object) -> None:
         self.name, self.replacement = name, replacement
-        self.leading: dict[int, bool] = {}
         self.functions: dict[int, FunctionType] = {}
         self.cells: dict[int, CellType] = {}
 
     def of(self, value: Any) -> Any:
         """The copy of ``value`` if its chain reads the name, otherwise ``value`` itself."""
         function = function_in(value)
-        if function is None or not self._leads(function, _MAX_DEPTH):
+        if function is None or not self._leads(function):
             return value
         if isinstance(value, functools.partial):
             return functools.partial(self.of(value.func), *value.args, **value.keywords)
@@ -106,16 +100,9 @@ class _Copy:
             return MethodType(self.of(value.__func__), value.__self__)
         return self._function(function)
 
-    def _leads(self, function: FunctionType, depth: int) -> bool:
+    def _leads(self, function: FunctionType) -> bool:
         """Whether the function reads the name, itself or through its cells."""
-        if id(function) in self.leading or depth == 0:
-            return self.leading.get(id(function), False)
-        # Set before the cells are followed: a wrapper may hold itself.
-        self.leading[id(function)] = _reads(function, self.name)
-        inner = (function_in(cell_contents(cell)) for cell in function.__closure__ or ())
-        below = [self._leads(link, depth - 1) for link in inner if link is not None]
-        self.leading[id(function)] |= any(below)
-        return self.leading[id(function)]
+        return any(_reads(link, self.name) for link in chain(function))
 
     def _function(self, function: FunctionType) -> FunctionType:
         if id(function) in self.functions:
@@ -142,6 +129,6 @@ class _Copy:
     def _cell(self, cell: CellType) -> CellType:
         """A new, empty cell if its content is copied, otherwise the cell itself, so that its state stays shared."""
         function = function_in(cell_contents(cell))
-        if function is None or not self._leads(function, _MAX_DEPTH):
+        if function is None or not self._leads(function):
             return cell
         return self.cells.setdefault(id(cell), CellType())

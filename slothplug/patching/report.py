@@ -150,11 +150,8 @@ class Report:
         from rich.table import Table
 
         table = Table(title="slothplug", title_justify="left")
-        for column, justify in (("op", "left"), ("found", "right"), ("fused", "right"), ("left", "right")):
-            table.add_column(column, justify=justify)  # type: ignore[arg-type]
-        table.add_column("kernel")
-        table.add_column("calls served", justify="right")
-        table.add_column("fallen back", justify="right")
+        for column in ("op", "found", "fused", "left", "kernel", "calls served", "fallen back"):
+            table.add_column(column, justify="left" if column in ("op", "kernel") else "right")
         for op, sites in self.by_op().items():
             fused = [site for site in sites if site.status == "fused"]
             kernels = ", ".join(sorted({f"{site.kernel} [{site.backend}]" for site in fused})) or "-"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,27 +25,20 @@ class Calls:
     """How often a site was asked, and what it answered with. Shared by a module and its copies."""
 
     served: int = 0
-    backward: int = 0
-    """Fused backward passes; counted only while ``count_backward`` is true, since it costs a hook a call."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls answered by the original forward, by reason."""
     remarks: Counter[str] = field(default_factory=Counter)
     """Served calls after which something slower was computed than need be, by reason."""
-    count_backward: bool = False
     collected: int = 0
     """Served calls whose output a sibling's call had computed."""
 
     def serve(self, output: torch.Tensor) -> torch.Tensor:
         """Counts a served call and returns its output."""
         self.served += 1
-        if self.count_backward and output.grad_fn is not None:
-            output.grad_fn.register_prehook(self._count_backward)
         return output
 
-    def _count_backward(self, *_: object) -> None:
-        self.backward += 1
 
-
+@dataclass(eq=False, slots=True)
 class Served(Generic[Spec, Shared]):
     """State of one served module.
 
@@ -62,26 +55,16 @@ class Served(Generic[Spec, Shared]):
         bind: the operation's ``Bind``, or None.
     """
 
-    __slots__ = (
-        "bind", "calls", "context", "device_type", "kernel", "name", "op", "original", "shared", "spec",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        op: str,
-        name: str,
-        spec: Spec,
-        kernel: Callable[..., Any],
-        device_type: str,
-        original: Callable[..., Any],
-        context: ModelContext,
-        shared: Shared,
-        calls: Calls,
-        bind: Bind | None = None,
-    ) -> None:
-        self.op, self.name, self.spec, self.kernel = op, name, spec, kernel
-        self.device_type, self.original, self.context = device_type, original, context
-        self.shared, self.calls, self.bind = shared, calls, bind
+    op: str
+    name: str
+    spec: Spec
+    kernel: Callable[..., Any]
+    device_type: str
+    original: Callable[..., Any]
+    context: ModelContext
+    shared: Shared
+    calls: Calls
+    bind: Bind | None = None
 
     def fall_back(self, module: nn.Module, refusal: Refusal, *args: Any, **kwargs: Any) -> Any:
         """Answers a call with the original forward and counts why."""
@@ -93,7 +76,4 @@ class Served(Generic[Spec, Shared]):
         # the model.
         context = memo.get(id(self.context), self.context)
         shared: Any = None if self.shared is None else context.shared(type(self.shared))
-        return Served(
-            self.op, self.name, copy.deepcopy(self.spec, memo), self.kernel, self.device_type, self.original,
-            context, shared, self.calls, self.bind,
-        )  # fmt: skip
+        return replace(self, spec=copy.deepcopy(self.spec, memo), context=context, shared=shared)

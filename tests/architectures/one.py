@@ -24,6 +24,7 @@ from slothplug.patching.report import Report, SiteReport
 from slothplug.patching.unwrap import wrappers_and_core
 from tests.architectures.build import tiny_model
 from tests.architectures.step import Distance, Reached, distance, round_weights_again, train_step
+from tests.backward_calls import count_backward
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 NOISE_FACTOR = 2
@@ -100,8 +101,7 @@ def _patch(model: nn.Module, backend: str) -> Report:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", slothplug.NothingFusedWarning)
         report = slothplug.patch(model, {"backend": backend})
-    for site in report.fused:
-        site.calls.count_backward = True
+    count_backward(report)
     return report
 
 

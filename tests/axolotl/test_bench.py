@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slothplug.bench.axolotl_step import LIGER, LORA_KERNELS, VARIANTS, Case, configuration, prepare
+from slothplug.bench.axolotl_step import LIGER, LORA_KERNELS, VARIANTS, configuration, prepare
+from slothplug.bench.steps import Case
 from tests.axolotl.runs import command, load
 
 

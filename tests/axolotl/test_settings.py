@@ -11,8 +11,7 @@ import pytest
 from slothplug import Settings, SettingsError
 from slothplug.integrations.axolotl import frontdoor
 from slothplug.integrations.axolotl.kernels import LORA_KERNELS
-from slothplug.integrations.axolotl.padding import padding_key
-from slothplug.integrations.axolotl.translation import READ_LOGITS, settings_of
+from slothplug.integrations.axolotl.translation import READ_LOGITS, padding_key, settings_of
 from slothplug.settings import FLAG
 from tests.axolotl.runs import DPO, LORA, OURS, WITHOUT_KERNELS, load, write
 
@@ -55,18 +54,18 @@ def test_what_is_wrong_is_said_in_our_words(resolve: Any, flag: object, words: s
 
 
 @pytest.mark.parametrize("plugins", [[OURS], None], ids=["listed", "front door"])
-def test_a_misspelt_flag_is_not_dropped(resolve: Any, plugins: list[str] | None) -> None:
+def test_a_misspelt_flag_is_not_dropped(
+    resolve: Any, plugins: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """https://github.com/huggingface/transformers/issues/34016: a flag that did nothing, and no word of it."""
     from axolotl.cli import config
 
+    monkeypatch.setattr(config, "prepare_plugins", config.prepare_plugins)
     if plugins is None:
         frontdoor.open_config(config.prepare_plugins)
-    try:
-        with pytest.raises(SettingsError, match=r"'use_fast_kernel' is no key.*Did you mean 'use_fast_kernels'\?"):
-            resolve(plugins=plugins, use_fast_kernel=True)
-        assert not resolve(plugins=plugins, use_kernels=False).get(FLAG)
-    finally:
-        frontdoor.close_config()
+    with pytest.raises(SettingsError, match=r"'use_fast_kernel' is no key.*Did you mean 'use_fast_kernels'\?"):
+        resolve(plugins=plugins, use_fast_kernel=True)
+    assert not resolve(plugins=plugins, use_kernels=False).get(FLAG)
 
 
 def test_axolotls_schema_checks_it_too(resolve: Any) -> None:
@@ -188,17 +187,15 @@ def test_a_missing_requirement_is_an_error_that_axolotl_does_not_swallow(monkeyp
         PluginManager.get_instance().register(OURS)
 
 
-def test_the_front_door_lists_the_plugin_once_and_closes(resolve: Any) -> None:
+def test_the_front_door_lists_the_plugin_once(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from axolotl.cli import config
 
-    original = config.prepare_plugins
+    monkeypatch.setattr(config, "prepare_plugins", config.prepare_plugins)
     assert resolve(plugins=None, use_fast_kernels=True).get(FLAG) is None
     frontdoor.open_config(config.prepare_plugins)
-    frontdoor.open_config(config.prepare_plugins)
-    try:
-        assert resolve(plugins=None, use_fast_kernels=True).plugins == [OURS]
-        assert resolve(use_fast_kernels=True).plugins == [OURS]
-        assert not resolve(plugins=None).get("plugins")
-    finally:
-        frontdoor.close_config()
-    assert config.prepare_plugins is original
+    wrapped = config.prepare_plugins
+    frontdoor.open_config(wrapped)
+    assert config.prepare_plugins is wrapped
+    assert resolve(plugins=None, use_fast_kernels=True).plugins == [OURS]
+    assert resolve(use_fast_kernels=True).plugins == [OURS]
+    assert not resolve(plugins=None).get("plugins")

@@ -29,11 +29,12 @@ UNSLOTH = "use_unsloth"
 def doors(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> Iterator[None]:
     """As under ``slothplug run``."""
     monkeypatch.chdir(workplace)
+    monkeypatch.setattr(tuner, "run_exp", tuner.run_exp)
+    monkeypatch.setattr(parser, "get_infer_args", parser.get_infer_args)
     transformers_door.install()
     frontdoor.open_training(tuner.run_exp)
     frontdoor.open_inference(parser.get_infer_args)
     yield
-    frontdoor.close()
     transformers_door.uninstall()
 
 
@@ -213,11 +214,7 @@ def test_inference_reads_a_configuration_that_names_unsloth() -> None:
     assert not model_args.use_unsloth
 
 
-def test_the_front_door_opens_once_and_closes(doors: None) -> None:
+def test_the_front_door_opens_once(doors: None) -> None:
     wrapped = tuner.run_exp
     frontdoor.open_training(wrapped)
     assert tuner.run_exp is wrapped
-    frontdoor.close()
-    assert tuner.run_exp is wrapped.__wrapped__
-    assert parser.get_infer_args.__module__ == "llamafactory.hparams.parser"
-    assert not hasattr(parser.get_infer_args, "__wrapped__")

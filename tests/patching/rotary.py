@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 import slothplug
+from tests.backward_calls import count_backward
 
 
 def rotary_report(model: nn.Module, **settings: Any) -> slothplug.Report:
     report = slothplug.patch(model, {"ops": ["rotary"], **settings})
-    for site in report.fused:
-        site.calls.count_backward = True
+    count_backward(report)
     return report

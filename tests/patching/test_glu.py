@@ -16,6 +16,7 @@ from slothplug.kernels.glu import glu
 from slothplug.ops.glu.gated_mlp import GatedMLP
 from slothplug.patching.served import STATE
 from slothplug.patching.sites import Kernel
+from tests.backward_calls import count_backward
 from tests.patching.architectures import ARCHITECTURES, IDS, assert_same_step, step, tiny
 
 NO_GATE = {"gpt_neox"}
@@ -50,8 +51,7 @@ class Packed(nn.Module):
 
 def glu_report(model: nn.Module, **settings: Any) -> slothplug.Report:
     report = slothplug.patch(model, {"ops": ["glu"], **settings})
-    for site in report.fused:
-        site.calls.count_backward = True
+    count_backward(report)
     return report
 
 

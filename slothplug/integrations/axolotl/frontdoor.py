@@ -2,8 +2,7 @@
 
 Reached by ``slothplug run`` and ``slothplug autoload`` only. It changes
 ``axolotl.cli.config.prepare_plugins``, which Axolotl calls on every configuration that it has read, in each of its
-processes: where the flag is on, our plugin is added to the configuration's list first. Once; ``close_config`` puts back
-what was there.
+processes: where the flag is on, our plugin is added to the configuration's list first. Once.
 """
 
 from __future__ import annotations
@@ -13,21 +12,14 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from slothplug.integrations.axolotl.translation import settings_of
-from slothplug.integrations.wrapped import unwrap, wrap
+from slothplug.integrations.wrapped import wrap
 
 PLUGIN = "slothplug.integrations.axolotl.SlothplugPlugin"
-_HOME = "axolotl.cli.config"
-_NAME = "prepare_plugins"
 
 
 def open_config(_: Callable[[Any], None]) -> None:
     """Wraps ``axolotl.cli.config.prepare_plugins``. Does nothing where that is done."""
-    wrap(_HOME, _NAME, _adding_plugin)
-
-
-def close_config() -> None:
-    """Puts back Axolotl's function. Does nothing where it is not wrapped."""
-    unwrap(_HOME, _NAME)
+    wrap("axolotl.cli.config", "prepare_plugins", _adding_plugin)
 
 
 def add_plugin(cfg: MutableMapping[str, Any]) -> None:

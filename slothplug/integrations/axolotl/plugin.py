@@ -9,8 +9,7 @@ from axolotl.integrations.base import BasePlugin
 
 from slothplug.integrations.axolotl import conflicts, kernels, log
 from slothplug.integrations.axolotl.frontdoor import PLUGIN
-from slothplug.integrations.axolotl.padding import padding_key
-from slothplug.integrations.axolotl.translation import settings_of
+from slothplug.integrations.axolotl.translation import padding_key, settings_of
 from slothplug.settings import FLAG
 
 if TYPE_CHECKING:

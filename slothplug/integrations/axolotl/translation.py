@@ -1,10 +1,12 @@
-"""From an Axolotl configuration to settings."""
+"""From an Axolotl configuration to settings, and to the advice about padding."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from slothplug.errors import SettingsError
 from slothplug.integrations.chosen import Chosen, choose
@@ -16,6 +18,11 @@ READ_LOGITS = ("rl", "orpo_alpha", "reward_model", "process_reward_model", "kd_t
 
 _DIFFUSION = "DiffusionPlugin"
 """The same, of a plugin that has no key to switch it on."""
+
+_NOT_PACKED = ("rl", "reward_model", "process_reward_model")
+"""Objectives on pairs or steps of a row. Axolotl refuses ``sample_packing`` for the first."""
+
+_HOPPER = (9, 0)
 
 
 def settings_of(cfg: Mapping[str, Any]) -> Chosen | None:
@@ -44,3 +51,20 @@ def _reader_of_logits(cfg: Mapping[str, Any]) -> str | None:
         if value:
             return f"{key}: {str(getattr(value, 'value', value)).lower()}"
     return next((plugin for plugin in cfg.get("plugins") or () if plugin.endswith(_DIFFUSION)), None)
+
+
+def padding_key(cfg: Mapping[str, Any]) -> str:
+    """The line that removes padding from a run of this validated configuration; empty where none does it rightly.
+
+    Nothing is advised that Axolotl refuses or warns of: an attention that lets packed samples see each other, and
+    `sdpa` in bfloat16 on GPUs before Hopper, where losses may come out as 0.
+    """
+    if any(cfg.get(key) for key in _NOT_PACKED) or not cfg.get("attn_decontaminates_packing"):
+        return ""
+    if cfg.get("attn_implementation") == "sdpa" and (cfg.get("bf16") or cfg.get("bfloat16")) and _before_hopper():
+        return ""
+    return "sample_packing: true"
+
+
+def _before_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < _HOPPER

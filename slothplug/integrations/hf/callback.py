@@ -103,9 +103,7 @@ class FastKernelsCallback(TrainerCallback):
         if self._throughput:
             self._throughput.leave_out()
 
-    def on_save(self, *_: Any, **__: Any) -> None:
-        if self._throughput:
-            self._throughput.leave_out()
+    on_save = on_evaluate
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._throughput is None:

@@ -23,8 +23,8 @@ METADATA = {
 """``nargs`` and ``const`` reach argparse as they are: ``--use_fast_kernels`` alone means true."""
 
 # The words that HfArgumentParser accepts for a boolean.
-_TRUE = ("yes", "true", "t", "y", "1")
-_FALSE = ("no", "false", "f", "n", "0")
+TRUE = ("yes", "true", "t", "y", "1")
+FALSE = ("no", "false", "f", "n", "0")
 
 
 def flag_value(value: object) -> bool | dict[str, Any]:
@@ -49,8 +49,8 @@ def flag_value(value: object) -> bool | dict[str, Any]:
 
 def _from_text(text: str) -> object:
     word = text.strip().lower()
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
+    if word in TRUE or word in FALSE:
+        return word in TRUE
     if not word.startswith("{"):
         raise SettingsError(
             f"{FLAG} is {text!r}. Use true, false, or settings as a JSON object, such as "

@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-Arguments = dict[str, Any] | list[str]
+from slothplug.integrations.hf.flag import FALSE
 
-_FALSE = ("no", "false", "f", "n", "0")
-"""The words that HfArgumentParser accepts for false."""
+Arguments = dict[str, Any] | list[str]
 
 
 def read(args: Arguments, keys: Iterable[str]) -> dict[str, Any]:
@@ -22,7 +21,7 @@ def read(args: Arguments, keys: Iterable[str]) -> dict[str, Any]:
 
 def is_on(value: object) -> bool:
     """Whether the value of a switch stands for true."""
-    return value.lower() not in _FALSE if isinstance(value, str) else bool(value)
+    return value.lower() not in FALSE if isinstance(value, str) else bool(value)
 
 
 def change(args: Arguments, **values: Any) -> Arguments:

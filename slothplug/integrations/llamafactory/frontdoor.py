@@ -8,7 +8,7 @@ Reached by ``slothplug run`` and ``slothplug autoload`` only, which also open tr
 - ``llamafactory.hparams.parser.get_infer_args``, by which chat, API and export read their arguments: ``use_unsloth:
   true`` is no error there where Unsloth is not installed.
 
-Each once; ``close`` puts back what was there.
+Each once.
 """
 
 from __future__ import annotations
@@ -19,26 +19,19 @@ from collections.abc import Callable
 from typing import Any
 
 from slothplug.integrations.llamafactory.arguments import Arguments
-from slothplug.integrations.wrapped import unwrap, wrap
+from slothplug.integrations.wrapped import wrap
 
-_TRAINING = ("llamafactory.train.tuner", "run_exp")
-_INFERENCE = ("llamafactory.hparams.parser", "get_infer_args")
+_PARSER = "llamafactory.hparams.parser"
 
 
 def open_training(_: Callable[..., Any]) -> None:
     """Wraps ``llamafactory.train.tuner.run_exp``. Does nothing where that is done."""
-    wrap(*_TRAINING, _training)
+    wrap("llamafactory.train.tuner", "run_exp", _training)
 
 
 def open_inference(_: Callable[..., Any]) -> None:
     """Wraps ``llamafactory.hparams.parser.get_infer_args``. Does nothing where that is done."""
-    wrap(*_INFERENCE, _inference)
-
-
-def close() -> None:
-    """Puts back LLaMA-Factory's functions. Does nothing where they are not wrapped."""
-    unwrap(*_TRAINING)
-    unwrap(*_INFERENCE)
+    wrap(_PARSER, "get_infer_args", _inference)
 
 
 def _training(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +40,7 @@ def _training(original: Callable[..., Any]) -> Callable[..., Any]:
         from slothplug.integrations.llamafactory.training import callbacks_of
         from slothplug.integrations.llamafactory.translation import training_of
 
-        read = sys.modules[_INFERENCE[0]].read_args(args)
+        read = sys.modules[_PARSER].read_args(args)
         training = training_of(read)
         return original(training.args if training else read, [*(callbacks or ()), *callbacks_of(training)])
 
@@ -59,6 +52,6 @@ def _inference(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_infer_args(args: Arguments | None = None) -> Any:
         from slothplug.integrations.llamafactory.translation import inference_of
 
-        return original(inference_of(sys.modules[_INFERENCE[0]].read_args(args)))
+        return original(inference_of(sys.modules[_PARSER].read_args(args)))
 
     return get_infer_args

@@ -62,10 +62,14 @@ def training_of(args: Arguments) -> Training | None:
     if settings is None:
         return None
     log.show()
-    if unsloth:
-        _refuse_two(_unsloth())
     notes = []
     if unsloth:
+        if (installed := _unsloth()) is not None:
+            raise ConflictError(
+                f"`{FLAG}` and `{UNSLOTH}: true` are both on, and Unsloth {installed} is installed; no model was "
+                f"loaded. Delete the line `{UNSLOTH}: true` to train on slothplug's kernels, or the line `{FLAG}` to "
+                f"train on Unsloth's."
+            )
         notes.append(
             f"`{UNSLOTH}: true` is served by slothplug, since Unsloth is not installed: LLaMA-Factory loads the model "
             f"as it does without the key, and it trains on slothplug's kernels"
@@ -103,15 +107,6 @@ def _unsloth() -> str | None:
         return version("unsloth")
     except PackageNotFoundError:
         return None
-
-
-def _refuse_two(unsloth: str | None) -> None:
-    if unsloth is not None:
-        raise ConflictError(
-            f"`{FLAG}` and `{UNSLOTH}: true` are both on, and Unsloth {unsloth} is installed; no model was loaded. "
-            f"Delete the line `{UNSLOTH}: true` to train on slothplug's kernels, or the line `{FLAG}` to train on "
-            f"Unsloth's."
-        )
 
 
 def _reader_of_logits(values: Mapping[str, Any]) -> str | None:

@@ -57,23 +57,6 @@ def sigmoid_argument(x: tl.tensor, ACTIVATION: tl.constexpr) -> tuple[tl.tensor,
 
 
 @triton.jit
-def activate(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """act(x) for float32 x."""
-    if ACTIVATION == "gelu":
-        activated = x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
-    elif ACTIVATION == "relu":
-        activated = tl.where(x <= 0, 0.0, x)  # tl.maximum would turn NaN into 0
-    elif ACTIVATION == "relu2":
-        activated = tl.where(x <= 0, 0.0, x * x)
-    elif ACTIVATION == "sigmoid":
-        activated = tl.sigmoid(x)
-    else:
-        z, _ = sigmoid_argument(x, ACTIVATION)
-        activated = x * tl.sigmoid(z)
-    return activated
-
-
-@triton.jit
 def activate_and_differentiate(x: tl.tensor, grad: tl.tensor, ACTIVATION: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """act(x) and grad * act'(x) for float32 x and grad. The latter is 0 where relu is flat, even if grad is inf."""
     if ACTIVATION == "gelu":
@@ -82,7 +65,7 @@ def activate_and_differentiate(x: tl.tensor, grad: tl.tensor, ACTIVATION: tl.con
         activated = x * cdf
         grad_x = grad * (cdf + x * density)
     elif ACTIVATION == "relu":
-        activated = tl.where(x <= 0, 0.0, x)
+        activated = tl.where(x <= 0, 0.0, x)  # tl.maximum would turn NaN into 0
         grad_x = tl.where(x <= 0, 0.0, grad)
     elif ACTIVATION == "relu2":
         activated = tl.where(x <= 0, 0.0, x * x)
@@ -128,7 +111,8 @@ def glu_forward_kernel(
     row, column, mask = _block(columns, column_blocks, BLOCK)
     x = tl.load(gate + row * gate_row + column * gate_column, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_row + column * up_column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + column * out_column, activate(x, ACTIVATION) * y, mask=mask)
+    activated, _ = activate_and_differentiate(x, y, ACTIVATION)  # the compiler drops the derivative
+    tl.store(out + row * out_row + column * out_column, activated * y, mask=mask)
 
 
 @triton.jit

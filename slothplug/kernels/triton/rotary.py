@@ -39,12 +39,8 @@ class TritonPrimitives:
         if sin.stride() != cos.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
         x, y = pairs[0]
-        if len(pairs) == 1:
-            plan = _plan(x.shape, x.stride(), y.stride(), None, cos.shape[0] > 1, cos.stride(), rotation)
-            launch(plan, x.device, x, y, None, None, cos, sin)
-            return
-        x2, y2 = pairs[1]
-        second = (x2.shape[1], x2.stride(), y2.stride())
+        x2, y2 = pairs[1] if len(pairs) == 2 else (None, None)
+        second = None if x2 is None or y2 is None else (x2.shape[1], x2.stride(), y2.stride())
         plan = _plan(x.shape, x.stride(), y.stride(), second, cos.shape[0] > 1, cos.stride(), rotation)
         launch(plan, x.device, x, y, x2, y2, cos, sin)
 

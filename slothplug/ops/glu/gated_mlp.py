@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from slothplug.kernels.glu import Activation, Layout, split_packed
+from slothplug.kernels.glu import FORMULAS, Activation, Layout, split_packed
 from slothplug.patching.settled import Settled
-
-FORMULAS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "relu": torch.relu,
-    "relu2": lambda x: torch.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}
 
 
 @dataclass(frozen=True)

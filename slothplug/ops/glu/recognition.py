@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slothplug.kernels.glu import LAYOUTS
-from slothplug.ops.glu.gated_mlp import FORMULAS, GatedMLP, formula
+from slothplug.kernels.glu import FORMULAS, LAYOUTS
+from slothplug.ops.glu.gated_mlp import GatedMLP, formula
 from slothplug.ops.glu.structure import Shape, children_of, recording_twin
 from slothplug.patching.precision import preserved_rng
 from slothplug.patching.predicates import device_of

@@ -20,7 +20,7 @@ from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.ops.head.adapter import is_lora
 from slothplug.ops.head.forward import HeadSpec, fast_head
 from slothplug.ops.head.label_count import LabelCounts
-from slothplug.ops.head.probe import prove, prove_lora_head
+from slothplug.ops.head.probe import prove
 from slothplug.ops.head.recognition import output_heads, trl_computes_the_loss, why_not_head
 from slothplug.ops.head.statistics_policy import record_statistics
 from slothplug.ops.peft_lora.layer import key_of
@@ -62,9 +62,9 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
         else:
             spec = HeadSpec(settings.loss_chunk_mib * 2**20, settings.lora_precision)
             key: Hashable = (getattr(head, "bias", None) is not None, dtype_of(head))
-            proof = partial(prove, head, kernel)
+            proof = partial(prove, head, kernel, settings.lora_precision)
             if is_lora(head):
-                key, proof = key_of(head), partial(prove_lora_head, head, kernel, settings.lora_precision)
+                key = key_of(head)
                 if settings.lora_precision == "compute":
                     kernel = replace(kernel, name=f"{kernel.name}, adapter cast to the input's dtype")
             yield Site(NAME, names[head], head, fast_head, spec, kernel, proof, key)

@@ -19,6 +19,7 @@ from slothplug.ops.peft_lora.layer import LoraParts, Precision, peft_layers, pro
 from slothplug.ops.peft_lora.twins import SMALL_IN, regimes, small_twin
 from slothplug.patching.predicates import device_of, plain
 from slothplug.patching.private_class import stock_class
+from slothplug.patching.proof import probe_rows
 from slothplug.patching.sites import Refusal
 from slothplug.patching.watch import UNWATCHED
 
@@ -96,10 +97,10 @@ def low_rank_of(found: LoraParts, hidden: torch.Tensor, precision: Precision) ->
 
 
 class Probe(NamedTuple):
-    """A twin of an adapted head with what to run it on.
+    """A twin of a head with what to run it on.
 
     Attributes:
-        twin: a small LoRA layer of the head's class and configuration; B is not zero.
+        twin: a small linear layer, or LoRA layer of the head's class and configuration, whose B is not zero.
         hidden: [1, rows, H] that requires grad.
         autocast: whether it is on.
         computed_in: the coarsest dtype on the way.
@@ -119,13 +120,12 @@ def probes(head: Any, scales: tuple[float, ...]) -> Iterator[Probe]:
     lower = torch.get_autocast_dtype(device.type)
     name = probed_adapter(head)
     assert name is not None  # such a head is no site
-    rows = torch.tensor(scales * 2, device=device).view(1, -1, 1) / max(1.0, abs(head.scaling[name]))
+    scales = tuple(scale / max(1.0, abs(head.scaling[name])) for scale in scales)
     for regime in regimes(head, name):
         base, adapter, autocast = regime
-        hidden = (torch.randn(1, rows.numel(), SMALL_IN, device=device) * rows).to(base).requires_grad_()
         yield Probe(
             small_twin(head, name, base, adapter),
-            hidden,
+            probe_rows(SMALL_IN, base, device, scales),
             autocast,
             lower if autocast else max(base, adapter, key=lambda dtype: torch.finfo(dtype).eps),
             str(regime),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,8 @@ from slothplug.ops.head.staleness import WatchedWeights, is_freed
 from slothplug.ops.head.statistics_policy import StatisticsPolicy
 from slothplug.patching.served import Calls
 
-
-class PutOff(Protocol):
-    """A value that is derived from a call's logits and may not have been computed yet."""
-
-    @property
-    def is_computed(self) -> bool: ...
-
-    def compute(self) -> torch.Tensor: ...
+if TYPE_CHECKING:
+    from slothplug.ops.head.lazy_value import LazyValue
 
 
 class HeadCall:
@@ -63,11 +57,11 @@ class HeadCall:
         self.statistics: RowStatistics | None = None
         self.open, self.loss_taken = True, False
         self._was_read = self._was_missed = False
-        self._values: weakref.WeakSet[PutOff] = weakref.WeakSet()
+        self._values: weakref.WeakSet[LazyValue] = weakref.WeakSet()
         self._versions = self._current_versions()
         self._watched: WatchedWeights | None = None
 
-    def add(self, value: PutOff) -> None:
+    def add(self, value: LazyValue) -> None:
         """Registers a value that is derived from this call's logits."""
         self._values.add(value)
 

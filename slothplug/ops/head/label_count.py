@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
+from slothplug.ops.head.staleness import is_captured
 from slothplug.patching.forward_context import ForwardContext
 from slothplug.patching.model_context import SharedState
 from slothplug.patching.predicates import plain
@@ -68,7 +69,7 @@ class CountedLabels(torch.Tensor):
         """``labels`` with their count; None where they are no ordinary int64 tensor or no count can be started now."""
         if not plain(labels) or labels.dtype is not torch.int64 or labels.device.type not in ("cpu", "cuda"):
             return None
-        if labels.is_inference() or _captured(labels) or why_not_now():
+        if labels.is_inference() or is_captured(labels.device) or why_not_now():
             return None
         return _with_counts(labels, (LabelCount(labels),), 0)
 
@@ -115,7 +116,7 @@ def max_valid(labels: torch.Tensor, ignore_index: int) -> int | None:
 
     Waits for the device where the labels are no ``CountedLabels`` or ``ignore_index`` is another one than theirs.
     """
-    if labels.device.type not in ("cpu", "cuda") or _captured(labels):
+    if labels.device.type not in ("cpu", "cuda") or is_captured(labels.device):
         return None
     bound = labels.bound() if type(labels) is CountedLabels and ignore_index == IGNORED else None
     if bound is None:
@@ -197,10 +198,6 @@ def _takes_once(index: object) -> bool:
 
 def _pad_value(input: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> float | None:
     return value if mode == "constant" else None
-
-
-def _captured(labels: torch.Tensor) -> bool:
-    return labels.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _count_now(labels: torch.Tensor, ignore_index: int) -> int:

@@ -21,11 +21,9 @@ Rule = Callable[..., "Step | list[Step] | None"]
 def _factor(name: Literal["mul", "div"]) -> Rule:
     def rule(func: Any, logits: LazyValue, factor: Any) -> Step | None:
         number = _as_number(factor)
-        return (
-            None
-            if number is None or (name == "div" and number == 0)
-            else Step(func, (number,), epilogue=(name, number), meta=torch.empty_like(logits.meta))
-        )
+        if number is None or (name == "div" and number == 0):
+            return None
+        return Step(func, (number,), epilogue=(name, number), meta=torch.empty_like(logits.meta))
 
     return rule
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,16 +12,15 @@ from torch import nn
 
 from slothplug.kernels.cross_entropy import EpilogueStep
 from slothplug.ops.head import adapter
+from slothplug.ops.head.adapter import Probe
 from slothplug.ops.head.forward import HeadSpec, head_call_of
-from slothplug.ops.head.head_call import HeadCall
 from slothplug.ops.head.label_count import LabelCounts
 from slothplug.ops.head.lazy_logits import put_off
-from slothplug.ops.head.statistics_policy import StatisticsPolicy
 from slothplug.ops.peft_lora.layer import Precision
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.precision import seed_generators
 from slothplug.patching.predicates import device_of, dtype_of
-from slothplug.patching.proof import difference
+from slothplug.patching.proof import difference, probe_rows
 from slothplug.patching.served import Calls, Served
 from slothplug.patching.sites import Kernel, Refusal
 from slothplug.settings import Settings
@@ -34,69 +35,46 @@ _EPILOGUES: tuple[tuple[EpilogueStep, ...], ...] = (
 )
 
 
-def prove(head: nn.Module, kernel: Kernel) -> Refusal | None:
-    """Compares the fused loss with a small head's stock loss, in float32 and in the head's own dtype."""
-    for dtype in dict.fromkeys((torch.float32, dtype_of(head))):
+def prove(head: nn.Module, kernel: Kernel, precision: Precision) -> Refusal | None:
+    """Compares the fused loss with the stock loss of small twins of the head: in float32, and as the head is used.
+
+    ``precision`` is that of a LoRA adapter on the head.
+    """
+    for probe in adapter.probes(head, _SCALES) if adapter.is_lora(head) else _probes(head):
         for epilogue in _EPILOGUES:
-            if refusal := _probe(dtype, device_of(head), getattr(head, "bias", None) is not None, epilogue, kernel):
-                return refusal.within(f"in {dtype}, epilogue {[name for name, _ in epilogue]}")
-    return None
-
-
-def _probe(
-    dtype: torch.dtype, device: torch.device, has_bias: bool, epilogue: tuple[EpilogueStep, ...], kernel: Kernel
-) -> Refusal | None:
-    small = nn.Linear(_HIDDEN, _VOCABULARY, has_bias, device=device, dtype=dtype)
-    scales = torch.tensor(_SCALES * 2, device=device).view(1, -1, 1)
-    hidden = (torch.randn(1, scales.numel(), _HIDDEN, device=device) * scales).to(dtype).requires_grad_()
-    labels = torch.randint(_VOCABULARY, (scales.numel(),), device=device)
-    labels[2] = -100
-    calls = Calls()
-
-    def fused(x: torch.Tensor) -> torch.Tensor:
-        call = HeadCall(x, small.weight, small.bias, dtype, kernel.function, 2**20, calls, StatisticsPolicy())
-        return _loss(put_off(call), epilogue, labels)
-
-    def stock(x: torch.Tensor) -> torch.Tensor:
-        return _loss(F.linear(x, small.weight, small.bias), epilogue, labels)
-
-    refusal = difference(fused, stock, [hidden], list(small.parameters()))
-    return refusal or (Refusal("the loss was not fused") if calls.fallbacks else None)
-
-
-def prove_lora_head(head: nn.Module, kernel: Kernel, precision: Precision) -> Refusal | None:
-    """The same for a head with a LoRA adapter: its twins' fused loss, and PEFT's forward with the stock loss."""
-    for probe in adapter.probes(head, _SCALES):
-        for epilogue in _EPILOGUES:
-            if refusal := _probe_lora_head(probe, epilogue, kernel, precision):
+            if refusal := _compare(probe, epilogue, kernel, precision):
                 return refusal.within(f"{probe.words}, epilogue {[name for name, _ in epilogue]}")
     return None
 
 
-def _probe_lora_head(
-    probe: adapter.Probe, epilogue: tuple[EpilogueStep, ...], kernel: Kernel, precision: Precision
-) -> Refusal | None:
+def _probes(head: nn.Module) -> Iterator[Probe]:
+    """In float32 and in the head's own dtype."""
+    device, has_bias = device_of(head), getattr(head, "bias", None) is not None
+    for dtype in dict.fromkeys((torch.float32, dtype_of(head))):
+        small = nn.Linear(_HIDDEN, _VOCABULARY, has_bias, device=device, dtype=dtype)
+        yield Probe(small, probe_rows(_HIDDEN, dtype, device, _SCALES), False, dtype, f"in {dtype}")
+
+
+def _compare(probe: Probe, epilogue: tuple[EpilogueStep, ...], kernel: Kernel, precision: Precision) -> Refusal | None:
     twin: Any = probe.twin
     hidden, device = probe.hidden, probe.hidden.device
-    labels = torch.randint(twin.base_layer.out_features, hidden.shape[:-1], device=device).flatten()
+    vocabulary = getattr(twin, "base_layer", twin).out_features
+    labels = torch.randint(vocabulary, hidden.shape[:-1], device=device).flatten()
     labels[2] = -100
     spec, calls, context = HeadSpec(2**20, precision), Calls(), ModelContext(Settings())
     served = Served("head", "", spec, kernel.function, device.type, type(twin).forward, context, LabelCounts(), calls)
 
     def fused(x: torch.Tensor) -> torch.Tensor:
-        seed_generators(1)  # for one mask
-        with torch.autocast(device.type, enabled=probe.autocast, dtype=torch.get_autocast_dtype(device.type)):
-            call = head_call_of(twin, served, x)
-            if isinstance(call, Refusal):
-                return _loss(served.fall_back(twin, call, x), epilogue, labels)
-            return _loss(put_off(call), epilogue, labels)
+        call = head_call_of(twin, served, x)
+        return served.fall_back(twin, call, x) if isinstance(call, Refusal) else put_off(call)
 
-    def stock(x: torch.Tensor) -> torch.Tensor:
-        seed_generators(1)
+    def loss_of(logits: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        seed_generators(1)  # for one mask of dropout
         with torch.autocast(device.type, enabled=probe.autocast, dtype=torch.get_autocast_dtype(device.type)):
-            return _loss(twin(x), epilogue, labels)
+            return _loss(logits(x), epilogue, labels)
 
-    refusal = difference(fused, stock, [hidden], list(twin.parameters()), probe.computed_in)
+    ours, stock = partial(loss_of, fused), partial(loss_of, twin)
+    refusal = difference(ours, stock, [hidden], list(twin.parameters()), probe.computed_in)
     return refusal or next((Refusal(f"the loss was not fused: {why}") for why in calls.fallbacks), None)
 
 

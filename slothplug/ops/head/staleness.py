@@ -41,7 +41,7 @@ class WatchedWeights:
             return
         if is_freed(self._weights):
             self._change = "the output head's sharded weights were freed"
-        elif self._steps(optimizer) or _captured(self._weights):
+        elif self._steps(optimizer) or is_captured(self._weights[0].device):
             self._change = "an optimizer stepped"
         elif not self._before:
             self._before = [fingerprint(weight) for weight in self._weights]
@@ -120,5 +120,6 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
     return (mixed ^ (mixed >> 29)) | 1
 
 
-def _captured(weights: Sequence[torch.Tensor]) -> bool:
-    return any(weight.device.type == "cuda" for weight in weights) and torch.cuda.is_current_stream_capturing()
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may wait for ``device``."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -17,7 +18,7 @@ from slothplug.patching.fingerprint import fingerprint
 from slothplug.patching.precision import preserved_rng
 from slothplug.patching.predicates import device_of
 from slothplug.patching.private_class import stock_class
-from slothplug.patching.proof import probe_rows
+from slothplug.patching.proof import PROBE_RMS, probe_rows
 from slothplug.patching.settled import Settled
 from slothplug.patching.sites import Refusal
 from slothplug.patching.twin import twin
@@ -75,8 +76,8 @@ SMALL_RMS = (1e-6, 0.0)
 # Widths that show whether a norm without a weight normalises whole rows or groups, of up to 512 elements.
 WEIGHTLESS_WIDTHS = (48, 1040)
 
-PROBE_BATCHES = ((8,), (2, 4), (1, 2, 4))
-"""Leading dimensions of the probe's eight rows; inputs of another number of dimensions are not served."""
+PROBE_BATCHES = ((10,), (2, 5), (1, 2, 5))
+"""Leading dimensions of the probe's ten rows; inputs of another number of dimensions are not served."""
 
 PROVED_NDIMS = tuple(len(batch) + 1 for batch in PROBE_BATCHES)
 
@@ -91,22 +92,18 @@ PAIRS = (
 
 def why_not_candidate(module: nn.Module) -> Refusal | None:
     """Why a module cannot be an RMS normalisation of one input by at most one vector of weights; always excused."""
-    reason = _other_structure(module)
-    return None if reason is None else Refusal(reason, excused=True)
-
-
-def _other_structure(module: nn.Module) -> str | None:
+    excuse = partial(Refusal, excused=True)
     base = stock_class(module)
     if module._modules or module._buffers:
-        return f"it has submodules or buffers ({', '.join((*module._modules, *module._buffers))})"
+        return excuse(f"it has submodules or buffers ({', '.join((*module._modules, *module._buffers))})")
     weights = list(module._parameters.values())
     if len(weights) > 1 or any(weight is None or weight.ndim != 1 for weight in weights):
-        return f"its parameters ({', '.join(module._parameters)}) are not one vector of weights"
-    if base.__module__.startswith("torch.nn.") and base is not getattr(nn, "RMSNorm", None):
-        return "a layer of torch that is no RMS normalisation"
+        return excuse(f"its parameters ({', '.join(module._parameters)}) are not one vector of weights")
+    if base.__module__.startswith("torch.nn.") and base is not nn.RMSNorm:
+        return excuse("a layer of torch that is no RMS normalisation")
     parameters = list(inspect.signature(base.forward).parameters.values())[1:]
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return None if len(required) == 1 else f"its forward takes ({', '.join(required)}), not one input"
+    return None if len(required) == 1 else excuse(f"its forward takes ({', '.join(required)}), not one input")
 
 
 def is_gated(module: nn.Module) -> bool:
@@ -191,7 +188,7 @@ def _agreeing(candidates: list[Candidate], module: nn.Module, dtypes: Dtypes, ch
         double.training = training
         if changed is not None:
             double.__dict__[changed] = next(eps for eps in PROBE_EPS if eps != double.__dict__[changed])
-        rows = _rows(width, x_dtype, device)
+        rows = probe_rows(width, x_dtype, device, (*PROBE_RMS, *SMALL_RMS)).detach()
         for batch in PROBE_BATCHES:
             x = rows.view(*batch, width)
             try:
@@ -201,11 +198,6 @@ def _agreeing(candidates: list[Candidate], module: nn.Module, dtypes: Dtypes, ch
                 return []
             candidates = [each for each in candidates if _reproduces(each, double, x, expected)]
     return candidates
-
-
-def _rows(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    small = torch.randn(len(SMALL_RMS), width, device=device) * torch.tensor(SMALL_RMS, device=device)[:, None]
-    return torch.cat((probe_rows(width, dtype, device).detach()[0], small.to(dtype)))
 
 
 def _reproduces(candidate: Candidate, double: nn.Module, x: torch.Tensor, expected: object) -> bool:
