@@ -134,6 +134,7 @@ def _patch(
             if isinstance(state := module.__dict__.get(STATE), Outermost):
                 state.guard.forget()
         manager.hook.slothplug_after_patch(model=core, report=report)
+        taken += [module for module in core.modules() if is_patched(module) and module not in {*earlier, *taken}]
         faults = (*manager.load_faults, *manager.faults[faults_before:])
         report.notes.extend(dict.fromkeys(fault.sentence for fault in faults))
         _conclude(report, core)

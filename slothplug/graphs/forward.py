@@ -1,0 +1,157 @@
+"""A unit's call: replayed where it was recorded, recorded where its key has recurred, eager otherwise."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slothplug.graphs.captured import Captured, Trained
+from slothplug.graphs.signature import take_apart
+from slothplug.graphs.state import GraphState, Session
+from slothplug.patching.fingerprint import attributes_of
+from slothplug.patching.forward_context import current_forward, facts_of
+from slothplug.patching.predicates import plain
+from slothplug.patching.served import Served
+from slothplug.patching.sites import Refusal
+from slothplug.patching.transforms import why_not_now
+from slothplug.patching.watch import Watch
+
+GraphServed = Served[None, GraphState]
+
+
+class UnitFacts(NamedTuple):
+    """The parameters of a unit that require grad."""
+
+    trained: tuple[Trained, ...]
+
+
+_OUTSIDE = Refusal("called outside of a call of the model, as checkpointing recomputes")
+_DECIDES_ITSELF = Refusal("code of the user's own runs inside the model's call")
+_HOOKS = Refusal("tensors saved for the backward are somebody else's to keep (checkpointing, offload)")
+_INFERENCE = Refusal("inference mode")
+_LARGE = Refusal("so many tokens that the device, not Python, takes the time")
+_LATER = Refusal("it was not called, or called otherwise, when the model's call was recorded")
+_BUSY = Refusal("the backward of an earlier call of it is still to come")
+
+
+def fast_unit(module: nn.Module, served: GraphServed, /, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the unit's forward."""
+    forward = current_forward(served.context)
+    if forward is not None and forward.recorded:
+        return served.original(module, *args, **kwargs)
+    found = _recording(module, served, args, kwargs)
+    if isinstance(found, Refusal):
+        if found.reason:
+            served.shared.reasons[found.reason] += 1
+        return served.original(module, *args, **kwargs)
+    captured, tensors = found
+    return captured(tensors)
+
+
+def _recording(
+    module: nn.Module, served: GraphServed, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Captured, list[torch.Tensor]] | Refusal:
+    forward, state = current_forward(served.context), served.shared
+    if forward is None:
+        return _OUTSIDE
+    facts = facts_of(served)
+    if not isinstance(facts, UnitFacts):
+        return facts or _DECIDES_ITSELF
+    if refusal := why_not_now() or _why_not_here():
+        return refusal
+    signature = take_apart(args, kwargs)
+    if isinstance(signature, Refusal):
+        return signature
+    x = signature.tensors[0] if signature.tensors else None
+    if x is None or x.numel() > _MOST_TOKENS * x.shape[-1]:
+        return _LARGE
+    ambient = torch.is_grad_enabled(), _autocast(served.device_type)
+    key = served.name, signature.key, ambient
+    session = state.session_of(forward, key)
+    if session is None:
+        return Refusal()
+    captured = session.captured.get(key)
+    if captured is None:
+        if not session.recording:
+            return _LATER
+        recorded = _record(module, served, args, kwargs, signature.tensors, facts, session)
+        if isinstance(recorded, Refusal):
+            return recorded
+        captured = session.captured[key] = recorded
+    elif not captured.is_free():
+        return _BUSY
+    return captured, signature.tensors
+
+
+# Measured on an H200 with 8B-shaped layers; see docs/benchmarks/short_steps.md.
+_MOST_TOKENS = 4096
+
+
+def _record(
+    module: nn.Module,
+    served: GraphServed,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[torch.Tensor],
+    facts: UnitFacts,
+    session: Session,
+) -> Captured | Refusal:
+    generator = _generator_state(tensors[0].device)
+    try:
+        return Captured(module, served, args, kwargs, tensors, facts.trained, session)
+    except Exception as error:
+        _restore(tensors[0].device, generator)
+        return Refusal(f"cannot be recorded: {type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _restore(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _why_not_here() -> Refusal | None:
+    if torch.is_inference_mode_enabled():
+        return _INFERENCE
+    saved = torch._C._autograd
+    if torch.is_grad_enabled() and saved._top_saved_tensors_default_hooks(False) is not None:
+        return _HOOKS
+    return None
+
+
+def _autocast(device_type: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def bind(module: nn.Module, served: GraphServed, watch: Watch) -> UnitFacts | Refusal:
+    """The trained parameters, for as long as nothing in the unit changes that its kernels depend on."""
+    trained = []
+    for name, part in module.named_modules():
+        if (part is not module or part._backward_hooks) and not watch.unhooked(part):
+            return Refusal(f"hooks on {name}")
+        for parameters in (part._parameters, part._buffers):
+            watch.size(parameters)
+            for key in parameters:
+                tensor = watch.get(parameters, key)
+                if tensor is None:
+                    continue
+                if not (plain(tensor) or type(tensor).__module__.startswith("bitsandbytes.")) or hasattr(tensor, "ds_id"):
+                    return Refusal(f"its {name}.{key} is sharded, or a {type(tensor).__name__}")
+                if watch.trained(watch.tensor(tensor)):
+                    trained.append(Trained(parameters, key))
+        attributes = [key for key, _ in attributes_of(part)]
+        watch.items(repeat(part.__dict__), attributes)
+        watch.size(part.__dict__)
+        for key in attributes:
+            value = part.__dict__[key]
+            if hasattr(value, "to_dict") and hasattr(value, "__dict__"):  # a configuration
+                watch.items(repeat(vars(value)), vars(value))
+    return UnitFacts(tuple(trained))

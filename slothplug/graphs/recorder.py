@@ -1,0 +1,77 @@
+"""The seam to CUDA: records what a function launches, and launches it again.
+
+What is recorded reads and writes memory at fixed addresses. ``CudaRecorder`` is the only one that a run uses; tests put
+one in its place that runs the function again, so that everything above the seam is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Replay(Protocol):
+    """What was recorded."""
+
+    def __call__(self) -> None:
+        """Launches it again, on the current stream."""
+
+
+class Recorder(Protocol):
+    """Records on one device. All recordings of one recorder share their memory."""
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        """Records what ``function`` launches, and launches nothing itself.
+
+        Raises:
+            Exception: whatever ``function`` raises, or the device where it cannot record; nothing is being recorded then.
+        """
+
+    def held_bytes(self) -> int:
+        """Memory that recordings hold."""
+
+
+class CudaRecorder:
+    """CUDA graphs in one private memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        collected = gc.isenabled()
+        gc.disable()  # a finaliser that frees device memory or an event would end the recording
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads, a data loader's for one, may go on allocating.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                except BaseException:
+                    _abandon(graph)
+                    raise
+                graph.capture_end()
+        finally:
+            if collected:
+                gc.enable()
+        outer.wait_stream(self._stream)
+        return graph.replay
+
+    def held_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot(self._pool)
+        return sum(segment["total_size"] for segment in segments)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """Ends a recording that failed."""
+    try:
+        graph.capture_end()
+    except RuntimeError:  # the recording is invalid, which is why it is abandoned
+        torch.cuda.synchronize()
