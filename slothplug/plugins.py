@@ -15,6 +15,7 @@ from torch import nn
 
 from slothplug import hookspecs
 from slothplug.errors import SlothplugError
+from slothplug.patching.model_context import SharedState
 from slothplug.patching.sites import Kernel, Left, Operation, Refusal, Site
 
 if TYPE_CHECKING:
@@ -125,7 +126,11 @@ def _say(error: Exception) -> str:
 
 
 def _check_operations(answer: Any) -> list[Operation]:
-    return [_checked(item, Operation) for item in answer]
+    items = [_checked(item, Operation) for item in answer]
+    for item in items:
+        if item.shared is not None and not (isinstance(item.shared, type) and issubclass(item.shared, SharedState)):
+            raise TypeError(f"operation '{item.name}' declares {item.shared!r} as shared, which is no SharedState")
+    return items
 
 
 def _check_sites(answer: Any) -> list[Site[Any] | Left]:
@@ -143,11 +148,14 @@ def _check_sites(answer: Any) -> list[Site[Any] | Left]:
             _checked(item.fast, Callable)
             _checked(item.prove, Callable)
             hash((item.verdict_key, item.fast))
+            for module in item.subsumes:
+                _checked(module, nn.Module)
     return items
 
 
 def _check_kernel(answer: Any) -> Kernel:
-    return _checked(answer, Kernel)
+    _checked(_checked(answer, Kernel).function, Callable)
+    return answer
 
 
 def _check_conflicts(answer: Any) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 
 import slothplug
 from slothplug.patching.private_class import is_patched
-from slothplug.patching.sites import Kernel, Left, Refusal, Site
+from slothplug.patching.sites import Kernel, Left, Operation, Refusal, Site
 
 ROOT = Path(__file__).parent.parent
 HOOKS = (
@@ -96,7 +96,11 @@ def site(model: nn.Module, **changes: Any) -> Site[Any]:
         ("slothplug_find_sites", lambda model: [site(model, kernel=None)], "expected Kernel, found NoneType"),
         ("slothplug_find_sites", lambda model: [site(model, prove=None)], "expected Callable, found NoneType"),
         ("slothplug_find_sites", lambda model: [site(model, verdict_key=[])], "unhashable type"),
+        ("slothplug_find_sites", lambda model: [site(model, subsumes=5)], "'int' object is not iterable"),
+        ("slothplug_find_sites", lambda model: [site(model, subsumes=[None])], "expected Module, found NoneType"),
+        ("slothplug_operations", lambda: [Operation("mine", "", int)], "shared, which is no SharedState"),  # type: ignore[arg-type]
         ("slothplug_kernel", lambda: "mine", "expected Kernel, found str"),
+        ("slothplug_kernel", lambda: Kernel("mine", "torch", None), "expected Callable, found NoneType"),  # type: ignore[arg-type]
         ("slothplug_conflicts", lambda: "a sentence", "expected several str, found one"),
         ("slothplug_conflicts", lambda: [1], "expected str, found int"),
     ],

@@ -13,10 +13,11 @@ OTHER_ARGUMENTS = Refusal("called with other arguments than its input")
 """For a call that passes more than the activations, or passes the activations by name."""
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """The device of a module's first parameter or buffer; ``cpu`` where it has none."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
+def device_of(module: nn.Module, model: nn.Module | None = None) -> torch.device:
+    """The device of a module's first parameter or buffer; where it has none, of the ``model``'s; ``cpu`` at last."""
+    for owner in (module, model):
+        for tensor in () if owner is None else (*owner.parameters(), *owner.buffers()):
+            return tensor.device
     return torch.device("cpu")
 
 

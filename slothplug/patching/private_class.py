@@ -28,6 +28,7 @@ from torch import nn
 from slothplug.errors import UndoError
 from slothplug.patching.compiled import warn_of_compilation
 from slothplug.patching.served import STATE
+from slothplug.patching.sites import Refusal
 
 BASE = "_slothplug_base"
 """Name of the class attribute, in a private class's own ``__dict__``, that holds the stock class."""
@@ -59,6 +60,15 @@ def take(module: nn.Module, make: Callable[[type[nn.Module]], type[nn.Module]], 
     """Gives ``module`` the private class that ``make`` returns for its class, and ``state``."""
     module.__class__ = make(stock_class(module))
     module.__dict__[STATE] = state
+
+
+def why_not_subclassed(module: nn.Module, make: Callable[[type[nn.Module]], type[nn.Module]]) -> Refusal | None:
+    """Why ``make`` cannot make a private class of the module's: ``__init_subclass__`` and metaclasses may refuse."""
+    try:
+        make(stock_class(module))
+    except Exception as error:
+        return Refusal(f"its class cannot be subclassed: {type(error).__name__}: {error}")
+    return None
 
 
 def replace_attribute(module: nn.Module, name: str, value: Any) -> None:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(WALL_CLOCK)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-# The modules of kernels/triton that define kernels to launch.
+# The modules of kernels/triton that define kernels or their launch knobs.
 KERNEL_MODULES = [name for _, name, _ in pkgutil.iter_modules(slothplug.kernels.triton.__path__) if name != "launch"]
 OPERATIONS = [name for _, name, package in pkgutil.iter_modules(slothplug.kernels.__path__) if not package]
 
@@ -68,8 +68,8 @@ def compile_for(target: Target) -> dict[str, str | None]:
     from tests.kernels.offline_cases import CASES
 
     verdicts: dict[str, str | None] = {}
-    for name in KERNEL_MODULES:
-        cases = [case for case in CASES[name]() if case.targets is None or target.name in case.targets]
+    for name, make_cases in CASES.items():
+        cases = [case for case in make_cases() if case.targets is None or target.name in case.targets]
         key = str if target.name in ALL_CASES else launch_shape
         for case in {key(case): case for case in reversed(cases)}.values():
             try:
@@ -86,22 +86,21 @@ def find_gaps() -> list[str]:
 
     from tests.kernels.offline_cases import CASES
 
+    cases = {name: make_cases() for name, make_cases in CASES.items()}
+    compiled = {case.kernel.__name__ for of_module in cases.values() for case in of_module}
     gaps: list[str] = []
-    functions: dict[str, bool] = {}
-    called: set[str] = set()
+    defined: dict[str, JITFunction] = {}
     for name in KERNEL_MODULES:
         module = importlib.import_module(f"slothplug.kernels.triton.{name}")
-        cases = CASES[name]()
-        defined = [
-            f for f in vars(module).values() if isinstance(f, JITFunction) and f.fn.__module__ == module.__name__
-        ]
-        functions |= {f.__name__: any(case.kernel is f for case in cases) for f in defined}
-        called |= {callee for f in defined for callee in f.fn.__code__.co_names}
+        own = [f for f in vars(module).values() if isinstance(f, JITFunction) and f.fn.__module__ == module.__name__]
+        defined |= {f.__name__: f for f in own}
         tables = [row for table in vars(module).values() for row in (table if isinstance(table, tuple) else (table,))]
         knobs = {row.num_warps for row in tables if hasattr(row, "num_warps") and not isinstance(row, type)}
-        gaps += [f"{name}: num_warps={warps}" for warps in sorted(knobs - {case.num_warps for case in cases})]
+        found = {case.num_warps for case in cases.get(name, ())}
+        gaps += [f"{name}: num_warps={warps}" for warps in sorted(knobs - found)]
+    called = {callee for f in defined.values() for callee in f.fn.__code__.co_names}
     # A function that another one calls is compiled with it.
-    return gaps + [name for name, has_case in functions.items() if not has_case and name not in called]
+    return gaps + sorted(defined.keys() - compiled - called)
 
 
 @needs_triton

@@ -11,7 +11,7 @@ from torch import nn
 
 import slothplug
 from slothplug.kernels.backend import _triton_primitives, why_not_triton
-from slothplug.patching import patch as patch_module
+from slothplug.patching import verdicts
 from tests.patching.architectures import assert_same_step, step, tiny
 
 
@@ -86,7 +86,7 @@ def test_positions_of_each_row(architecture: str) -> None:
 
 def test_a_kernel_that_cannot_be_imported_leaves_its_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     """https://github.com/triton-lang/triton/issues/4938: a helper that moved between releases failed at first use."""
-    monkeypatch.setattr(patch_module, "_verdicts", {})
+    monkeypatch.setattr(verdicts, "_verdicts", {})
     monkeypatch.setitem(sys.modules, "slothplug.kernels.triton.rms_norm", None)
     _triton_primitives.cache_clear()
     model, stock, report = pair("rms_norm", "glu", verify=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 import slothplug
 from slothplug.hookspecs import hookimpl
-from slothplug.patching import patch as patch_module
+from slothplug.patching import verdicts
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.proof import difference
 from slothplug.patching.sites import Kernel
@@ -90,7 +90,7 @@ def test_a_probe_that_could_not_run_is_tried_again(
     tiny_llama: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is full at one patch is free at the next."""
-    monkeypatch.setattr(patch_module, "_verdicts", {})
+    monkeypatch.setattr(verdicts, "_verdicts", {})
     failing = True
 
     def prove(*args: Any) -> str | None:
@@ -107,11 +107,11 @@ def test_a_probe_that_could_not_run_is_tried_again(
 
 
 def test_the_callers_modes_do_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch_module, "_verdicts", {})
+    monkeypatch.setattr(verdicts, "_verdicts", {})
     expected = [(site.op, site.status) for site in slothplug.patch(tiny_llama()).sites]
     for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16)):
         model = tiny_llama()
-        monkeypatch.setattr(patch_module, "_verdicts", {})
+        monkeypatch.setattr(verdicts, "_verdicts", {})
         with mode:
             report = slothplug.patch(model)
         assert [(site.op, site.status) for site in report.sites] == expected
@@ -119,7 +119,7 @@ def test_the_callers_modes_do_not_decide(tiny_llama: Callable[..., nn.Module], m
 
 def test_tf32_does_not_decide(tiny_llama: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """Axolotl allows it wherever the GPU has it. The head's proof failed: its loss multiplies in another order."""
-    monkeypatch.setattr(patch_module, "_verdicts", {})
+    monkeypatch.setattr(verdicts, "_verdicts", {})
     allowed: list[bool] = []
 
     def prove(*args: Any) -> str | None:

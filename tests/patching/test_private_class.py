@@ -148,3 +148,43 @@ def test_a_call_of_the_model_is_what_its_class_has_now(model: nn.Module, monkeyp
     stock = type(model).__mro__[1]
     monkeypatch.setattr(stock, "__call__", lambda self, *args, **kwargs: "theirs")
     assert model() == "theirs"
+
+
+class Registered(nn.Module):
+    """Subclasses have to say who they are."""
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        super().__init_subclass__()
+
+
+class RegisteredNorm(Registered, kind="norm"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(16) + 0.5), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class RegisteredModel(Registered, kind="model"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16, eps=1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def test_a_part_whose_class_cannot_be_subclassed_is_left() -> None:
+    report = slothplug.patch(nn.Sequential(RegisteredNorm(), nn.RMSNorm(16, eps=1e-6)), {"ops": ["rms_norm"]})
+    assert [site.name for site in report.fused] == ["1"]
+    (left,) = report.left
+    assert left.reason.startswith("its class cannot be subclassed: TypeError: ")
+
+
+def test_a_model_whose_class_cannot_be_subclassed_is_refused_and_stays_as_it_was() -> None:
+    model = RegisteredModel()
+    with pytest.raises(slothplug.UnsupportedModelError, match="RegisteredModel, its class cannot be subclassed"):
+        slothplug.patch(model, {"ops": ["rms_norm"]})
+    assert type(model.norm) is nn.RMSNorm
+    assert not is_patched(model.norm)

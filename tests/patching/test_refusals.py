@@ -54,7 +54,7 @@ def test_triton_asked_for_on_an_old_gpu(tiny_llama: Callable[..., nn.Module], mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr("slothplug.patching.patch._home", lambda module: torch.device("cuda"))
+    monkeypatch.setattr("slothplug.patching.admission.home", lambda module: torch.device("cuda"))
     with pytest.raises(slothplug.SettingsError, match=r"Tesla V100 has compute capability 7\.0, Triton needs 7\.5"):
         slothplug.patch(tiny_llama(), {"backend": "triton"})
     assert backend.choose_backend(torch.device("cuda")) == "torch"

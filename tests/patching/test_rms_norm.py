@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 
 import slothplug
+from slothplug.patching.predicates import device_of
 from slothplug.patching.served import STATE, Calls
 from tests.patching.device import DEVICE, cpu_only
 
@@ -302,3 +304,15 @@ def test_a_norm_whose_forward_was_replaced_is_left_with_that_reason() -> None:
     with pytest.warns(slothplug.NothingFusedWarning):
         _, report = fuse(norm)
     assert [site.reason for site in report.left] == ["its forward was replaced on the instance by somebody else"]
+
+
+def test_a_norm_without_a_weight_is_served_where_its_model_is() -> None:
+    model = nn.Sequential(Llama4TextL2Norm(1e-6), nn.Linear(16, 16)).to(DEVICE)
+    report = slothplug.patch(model, {"ops": ["rms_norm"]})
+    model(torch.randn(2, 16, device=DEVICE))
+    (site,) = report.fused
+    assert site.calls.served == 1
+    assert model[0].__dict__[STATE].device_type == torch.device(DEVICE).type
+    on_meta = nn.Sequential(Llama4TextL2Norm(1e-6), nn.Linear(16, 16, device="meta"))
+    assert device_of(on_meta[0], on_meta).type == "meta"
+    assert device_of(on_meta[0]).type == "cpu"

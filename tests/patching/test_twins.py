@@ -176,7 +176,7 @@ def test_every_gpu_is_seeded_only_where_every_gpu_is_restored(
 
         identify.__wrapped__(apply_rotary_pos_emb)
     else:
-        monkeypatch.setattr("slothplug.patching.patch._verdicts", {})
+        monkeypatch.setattr("slothplug.patching.verdicts._verdicts", {})
         slothplug.patch(model, {"backend": "torch"})
     assert seeded
     assert all(seeded)

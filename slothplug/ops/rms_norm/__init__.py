@@ -54,7 +54,7 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
             yield Left(NAME, name, module, Refusal("a gated norm", excused=True))
             continue
         named = "rmsnorm" in stock_class(module).__name__.lower()
-        found = _site(name, module, settings, identified, named)
+        found = _site(name, module, model, settings, identified, named)
         if isinstance(found, Refusal):
             if named:
                 yield Left(NAME, name, module, found)
@@ -63,12 +63,17 @@ def slothplug_find_sites(model: nn.Module, settings: Settings) -> Iterator[Site 
 
 
 def _site(
-    name: str, module: nn.Module, settings: Settings, identified: dict[Hashable, Norm | Refusal], named: bool
+    name: str,
+    module: nn.Module,
+    model: nn.Module,
+    settings: Settings,
+    identified: dict[Hashable, Norm | Refusal],
+    named: bool,
 ) -> Site | Left | Refusal:
     """A refusal where nothing but its name speaks for the module's being a norm; ``Left`` for a norm that is left."""
     if refusal := why_not_candidate(module):
         return refusal
-    device, dtype = device_of(module), dtype_of(module)
+    device, dtype = device_of(module, model), dtype_of(module)
     untouchable = why_not_touchable(module)
     if untouchable and (named or device.type == "meta"):
         return untouchable
@@ -83,5 +88,5 @@ def _site(
         return Left(NAME, name, module, untouchable)
     if kernel is None:
         return Left(NAME, name, module, Refusal(f"no kernel for {device.type} and {dtype}"))
-    proof = partial(prove, module, norm, kernel)
+    proof = partial(prove, module, norm, kernel, device)
     return Site(NAME, name, module, fast_norm, norm, kernel, proof, (key, norm.style, norm.eps, dtype), bind)

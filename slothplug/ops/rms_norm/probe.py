@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from slothplug.ops.rms_norm.recognition import Norm, eps_of, probe_widths
-from slothplug.patching.predicates import device_of, dtype_of
+from slothplug.patching.predicates import dtype_of
 from slothplug.patching.proof import PROBE_RMS, difference, probe_rows
 from slothplug.patching.sites import Kernel, Refusal
 from slothplug.patching.twin import twin
 
 
-def prove(module: nn.Module, norm: Norm, kernel: Kernel) -> Refusal | None:
+def prove(module: nn.Module, norm: Norm, kernel: Kernel, device: torch.device) -> Refusal | None:
     """Compares output and gradients of the kernel with those of twins, in float32 and in the module's own dtype."""
     own = dtype_of(module)
     if (own, own if norm.weight else None, False) not in norm.proved:
@@ -30,7 +30,7 @@ def prove(module: nn.Module, norm: Norm, kernel: Kernel) -> Refusal | None:
             offset=norm.style.offset,
             casting=norm.style.casting,
         )
-        x = probe_rows(probe_widths(module)[-1], dtype, device_of(module))
+        x = probe_rows(probe_widths(module)[-1], dtype, device)
         if refusal := difference(fast, double, [x], [] if weight is None else [weight]):
             return refusal.within(f"in {dtype}, rows of rms {PROBE_RMS}")
     return None
