@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from slothplug.graphs import state as graph_state
-from slothplug.graphs.forward import bind, fast_unit
+from slothplug.graphs.facts import bind
+from slothplug.graphs.forward import fast_unit
 from slothplug.graphs.recorder import CudaRecorder
 from slothplug.graphs.units import find_units
 from slothplug.hookspecs import hookimpl

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from slothplug.graphs.captured import Captured, Trained
+from slothplug.graphs.captured import Captured
+from slothplug.graphs.facts import UnitFacts
 from slothplug.graphs.signature import take_apart
 from slothplug.graphs.state import GraphState, Session
-from slothplug.patching.fingerprint import attributes_of
 from slothplug.patching.forward_context import current_forward, facts_of
-from slothplug.patching.predicates import plain
 from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
 from slothplug.patching.transforms import why_not_now
-from slothplug.patching.watch import Watch
 
 GraphServed = Served[None, GraphState]
-
-
-class UnitFacts(NamedTuple):
-    """The parameters of a unit that require grad."""
-
-    trained: tuple[Trained, ...]
 
 
 _OUTSIDE = Refusal("called outside of a call of the model, as checkpointing recomputes")
@@ -75,10 +66,11 @@ def _recording(
         return Refusal()
     captured = session.captured.get(key)
     if captured is None:
-        if not session.recording:
-            return _LATER
+        if key in session.refused or not session.recording:
+            return session.refused.get(key, _LATER)
         recorded = _record(module, served, args, kwargs, signature.tensors, facts, session)
         if isinstance(recorded, Refusal):
+            session.refused[key] = recorded
             return recorded
         captured = session.captured[key] = recorded
     elif not captured.is_free():
@@ -129,29 +121,3 @@ def _why_not_here() -> Refusal | None:
 
 def _autocast(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def bind(module: nn.Module, served: GraphServed, watch: Watch) -> UnitFacts | Refusal:
-    """The trained parameters, for as long as nothing in the unit changes that its kernels depend on."""
-    trained = []
-    for name, part in module.named_modules():
-        if (part is not module or part._backward_hooks) and not watch.unhooked(part):
-            return Refusal(f"hooks on {name}")
-        for parameters in (part._parameters, part._buffers):
-            watch.size(parameters)
-            for key in parameters:
-                tensor = watch.get(parameters, key)
-                if tensor is None:
-                    continue
-                if not (plain(tensor) or type(tensor).__module__.startswith("bitsandbytes.")) or hasattr(tensor, "ds_id"):
-                    return Refusal(f"its {name}.{key} is sharded, or a {type(tensor).__name__}")
-                if watch.trained(watch.tensor(tensor)):
-                    trained.append(Trained(parameters, key))
-        attributes = [key for key, _ in attributes_of(part)]
-        watch.items(repeat(part.__dict__), attributes)
-        watch.size(part.__dict__)
-        for key in attributes:
-            value = part.__dict__[key]
-            if hasattr(value, "to_dict") and hasattr(value, "__dict__"):  # a configuration
-                watch.items(repeat(vars(value)), vars(value))
-    return UnitFacts(tuple(trained))

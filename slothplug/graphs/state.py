@@ -8,6 +8,7 @@ the backward that belongs to it, uses recordings at a time, and every other call
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from slothplug.graphs.recorder import CudaRecorder, Recorder
 from slothplug.patching.eligibility import Binding
 from slothplug.patching.forward_context import ForwardContext
 from slothplug.patching.model_context import SharedState
+from slothplug.patching.sites import Refusal
 from slothplug.settings import Settings
 
 if TYPE_CHECKING:
@@ -56,16 +58,18 @@ class Session:
     """The recordings made in one call of the model.
 
     Attributes:
-        binding: the state of the model that they hold for.
+        binding: the state of the model that they hold for. The model owns it, and refers to this.
         captured: by unit and key of the unit's call.
+        refused: why a unit could not be recorded, by the same.
         recording: True until the next call of the model begins.
         last: place of the unit that was replayed last in the call in progress. Temporary tensors of a forward may lie
             where a later one saves, so units are replayed in the order in which they were recorded.
     """
 
     def __init__(self, binding: Binding) -> None:
-        self.binding = binding
+        self.binding = weakref.ref(binding)
         self.captured: dict[Hashable, Captured] = {}
+        self.refused: dict[Hashable, Refusal] = {}
         self.recording = True
         self.last = -1
 
@@ -80,7 +84,7 @@ class GraphState(SharedState):
     """Sessions and counters of one patched model.
 
     Attributes:
-        open_uses: replayed forwards whose backward may still come; all are of one call of the model, the owner.
+        open_uses: replayed forwards whose backward may still come; all are of one call of the model.
         replays: forwards replayed.
         reasons: calls of units that ran eagerly, by reason.
     """
@@ -90,7 +94,6 @@ class GraphState(SharedState):
         self.open_uses = 0
         self.replays = 0
         self.reasons: Counter[str] = Counter()
-        self._owner: ForwardContext | None = None
         self._sessions: OrderedDict[Hashable, Session] = OrderedDict()
         self._met: OrderedDict[Hashable, int] = OrderedDict()
         self._recorders: dict[torch.device, Recorder] = {}
@@ -98,7 +101,6 @@ class GraphState(SharedState):
 
     def begin(self, forward: ForwardContext) -> None:
         if not self.open_uses:
-            self._owner = None
             for session in self._sessions.values():
                 session.last = -1
                 if session.recording:
@@ -124,7 +126,7 @@ class GraphState(SharedState):
         binding = forward.binding
         assert binding is not None
         session = self._sessions.get(key)
-        if session is not None and session.binding is not binding:
+        if session is not None and session.binding() is not binding:
             del self._sessions[key]
             session = None
         if session is None:
@@ -134,7 +136,6 @@ class GraphState(SharedState):
             if len(self._sessions) > self.settings.graph_shapes:
                 self._sessions.popitem(last=False)
         self._sessions.move_to_end(key)
-        self._owner = forward
         return session
 
     def _recurs(self, key: Hashable) -> bool:
@@ -163,4 +164,6 @@ class GraphState(SharedState):
         lines = [
             f"graphs: {units} layers recorded for {shapes} shapes, {held / 2**30:.2f} GiB held, {self.replays} replays"
         ]
-        return lines + [f"graphs: {count} calls of layers ran eagerly: {reason}" for reason, count in self.reasons.items()]
+        return lines + [
+            f"graphs: {count} calls of layers ran eagerly: {reason}" for reason, count in self.reasons.items()
+        ]
