@@ -74,7 +74,7 @@ class Captured:
 
     def is_free(self) -> bool:
         """Whether no backward of an earlier replay may still come, and no later unit was replayed in this call."""
-        session, use = self._session(), self._use and self._use()
+        session, use = self._session(), None if self._use is None else self._use()
         return (use is None or not use.is_open()) and session is not None and session.last < self._place
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -144,9 +144,14 @@ class Captured:
             for box, needed in zip(self._boxes, self._needs_grad, strict=True)
         ]
         args, kwargs = put_together(self._args, self._kwargs, inputs)
-        with _aliased(self._trained) as aliases, recorded_call(served.context), _uncounted(module) as counted:
-            with torch.set_grad_enabled(self._grad), _no_autocast_cache():
-                output = served.original(module, *args, **kwargs)
+        with (
+            _aliased(self._trained) as aliases,
+            recorded_call(served.context),
+            _uncounted(module) as counted,
+            torch.set_grad_enabled(self._grad),
+            _no_autocast_cache(),
+        ):
+            output = served.original(module, *args, **kwargs)
         self._counted = counted
         outputs: list[torch.Tensor] = []
         mapped(output, outputs.append)

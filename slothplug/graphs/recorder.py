@@ -27,7 +27,7 @@ class Recorder(Protocol):
         """Records what ``function`` launches, and launches nothing itself.
 
         Raises:
-            Exception: whatever ``function`` raises, or the device where it cannot record; nothing is being recorded then.
+            Exception: what ``function`` raises, or the device where it cannot record; nothing is being recorded then.
         """
 
     def held_bytes(self) -> int:

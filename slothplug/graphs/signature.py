@@ -1,4 +1,4 @@
-"""What a unit's call is made of: tensors, whose values may change from call to call, and all the rest, which is the key.
+"""What a unit's call is made of: tensors, whose values may change between calls, and all the rest, which is the key.
 
 Two calls of equal signatures launch the same kernels, as far as that depends on the arguments.
 """
@@ -26,12 +26,6 @@ class Signature(NamedTuple):
 
     key: Hashable
     tensors: list[torch.Tensor]
-
-
-class _Place(NamedTuple):
-    """Where a tensor stood in the structure."""
-
-    index: int
 
 
 def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | Refusal:

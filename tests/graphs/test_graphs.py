@@ -1,4 +1,4 @@
-"""Steps whose layers are replayed are eager patched steps, to the bit; whatever changes between two calls is noticed."""
+"""Steps whose layers are replayed equal eager patched steps to the bit; a change between two calls is noticed."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ class Fails:
 
 def test_what_cannot_be_recorded_runs_eagerly_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slothplug.graphs.state.make_recorder", Fails)
-    graphed, eager, report = twins(lora_dropout=0.3)
+    graphed, eager, _ = twins(lora_dropout=0.3)
     train(graphed, eager, 6)
     assert replays(graphed) == 0
     reason = "cannot be recorded: RuntimeError: operation not permitted when stream is capturing"
