@@ -49,7 +49,8 @@ class Captured:
         Raises:
             Exception: what the unit's forward raises, or the device where the forward cannot be recorded.
         """
-        self._state = served.shared
+        state = served.shared
+        self._owner = weakref.ref(state)
         self._session = weakref.ref(session)
         self._place = len(session.captured)
         self._module = weakref.ref(module)
@@ -58,7 +59,7 @@ class Captured:
         self._needs_grad = [self._grad and tensor.requires_grad for tensor in tensors]
         self._trained = list(trained) if self._grad else []
         self._device = tensors[0].device
-        self._mailbox, self._recorder = self._state.mailbox(self._device), self._state.recorder(self._device)
+        self._mailbox, self._recorder = state.mailbox(self._device), state.recorder(self._device)
         self._boxes = [self._mailbox.box(("argument", i), tensor) for i, tensor in enumerate(tensors)]
         self._use: weakref.ref[Use] | None = None
         self._outputs: list[torch.Tensor] = []
@@ -72,6 +73,11 @@ class Captured:
         self._grad_boxes = [self._mailbox.box(("grad_output", i), y) for i, y in enumerate(self._delivered)]
         self._grads: _Gradients | None = None
 
+    def _state(self) -> GraphState:
+        state = self._owner()
+        assert state is not None  # it holds this
+        return state
+
     def is_free(self) -> bool:
         """Whether no backward of an earlier replay may still come, and no later unit was replayed in this call."""
         session, use = self._session(), None if self._use is None else self._use()
@@ -83,7 +89,7 @@ class Captured:
         session = self._session()
         assert session is not None
         session.last = self._place
-        self._state.replays += 1
+        self._state().replays += 1
         if self._grad:
             inputs = [tensor for tensor, needed in zip(tensors, self._needs_grad, strict=True) if needed]
             outputs = _Replayed.apply(self, *inputs, *(each.now() for each in self._trained))
@@ -101,7 +107,7 @@ class Captured:
         return [box.clone() for box in self._delivered]
 
     def open_use(self) -> Use:
-        use = Use(self._state)
+        use = Use(self._state())
         self._use = weakref.ref(use)
         return use
 
@@ -126,7 +132,7 @@ class Captured:
             session = self._session()
             assert session is not None
             session.captured = {key: one for key, one in session.captured.items() if one is not self}
-            self._state.reasons[f"its backward cannot be recorded: {error}"] += 1
+            self._state().reasons[f"its backward cannot be recorded: {error}"] += 1
 
     def release(self) -> None:
         """Drops what autograd saved in the recording: its memory goes back to the pool."""

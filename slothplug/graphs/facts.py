@@ -56,7 +56,7 @@ def _tensors(part: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tenso
     for tensors in (part._parameters, part._buffers):
         for name, tensor in tensors.items():
             if tensor is not None:
-                yield tensors, name, tensor  # type: ignore[misc]
+                yield tensors, name, tensor
 
 
 def _why_not_tensor(name: str, tensor: torch.Tensor) -> Refusal | None:

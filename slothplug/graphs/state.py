@@ -160,10 +160,7 @@ class GraphState(SharedState):
         """Sentences for the report."""
         shapes = len(self._sessions)
         units = max((len(session.captured) for session in self._sessions.values()), default=0)
-        held = sum(recorder.held_bytes() for recorder in self._recorders.values())
-        lines = [
-            f"graphs: {units} layers recorded for {shapes} shapes, {held / 2**30:.2f} GiB held, {self.replays} replays"
-        ]
-        return lines + [
-            f"graphs: {count} calls of layers ran eagerly: {reason}" for reason, count in self.reasons.items()
-        ]
+        held = sum(recorder.held_bytes() for recorder in self._recorders.values()) / 2**30
+        eager = [f"graphs: {count} calls of layers ran eagerly: {why}" for why, count in self.reasons.items()]
+        summary = f"graphs: {units} layers recorded for {shapes} shapes, {held:.2f} GiB held, {self.replays} replays"
+        return [summary, *eager]
