@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from slothplug.graphs.signature import mapped, put_together
+from slothplug.graphs.signature import is_recordable, mapped, put_together
 from slothplug.graphs.state import GraphState, Session, Use
 from slothplug.kernels.once_differentiable import once_differentiable
 from slothplug.patching.forward_context import recorded_call
 from slothplug.patching.served import STATE, Served
+
+Value = TypeVar("Value")
 
 
 class Trained(NamedTuple):
@@ -63,6 +65,7 @@ class Captured:
         self._boxes = [self._mailbox.box(("argument", i), tensor) for i, tensor in enumerate(tensors)]
         self._use: weakref.ref[Use] | None = None
         self._outputs: list[torch.Tensor] = []
+        self._differentiable: list[bool] = []
         self._leaves: list[torch.Tensor] = []
         self._delivered: list[torch.Tensor] = []
         self._structure: Any = None
@@ -100,6 +103,10 @@ class Captured:
             calls.collected += collected
         remaining = iter(outputs)
         return mapped(self._structure, lambda _: next(remaining))
+
+    def differentiable(self, values: Sequence[Value]) -> list[Value]:
+        """Those of ``values``, one for each output, whose outputs have a gradient."""
+        return [value for value, needed in zip(values, self._differentiable, strict=True) if needed]
 
     def replay(self) -> list[torch.Tensor]:
         """The outputs, in memory of their own."""
@@ -158,23 +165,25 @@ class Captured:
             _no_autocast_cache(),
         ):
             output = served.original(module, *args, **kwargs)
+        if not is_recordable(output):
+            raise TypeError(f"its forward returns a {type(output).__name__}")
         self._counted = counted
         outputs: list[torch.Tensor] = []
         mapped(output, outputs.append)
         self._structure = _skeleton(output)
         self._outputs = outputs
         self._leaves = [*(t for t, needed in zip(inputs, self._needs_grad, strict=True) if needed), *aliases]
-        self._delivered = [self._mailbox.box(("output", i), y.detach().contiguous()) for i, y in enumerate(outputs)]
+        self._differentiable = [y.requires_grad for y in outputs]
+        self._delivered = [self._mailbox.box(("output", i), y.detach()) for i, y in enumerate(outputs)]
         with torch.no_grad():
             for box, y in zip(self._delivered, outputs, strict=True):
                 box.copy_(y)
 
     def _run_backward(self) -> None:
-        differentiable = [i for i, y in enumerate(self._outputs) if y.requires_grad]
         grads = torch.autograd.grad(
-            [self._outputs[i] for i in differentiable],
+            self.differentiable(self._outputs),
             self._leaves,
-            [self._grad_boxes[i] for i in differentiable],
+            self.differentiable(self._grad_boxes),
             retain_graph=True,
             allow_unused=True,
         )
@@ -237,7 +246,10 @@ class _Replayed(torch.autograd.Function):
     def forward(ctx: Any, captured: Captured, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.captured, ctx.use = captured, captured.open_use()
         ctx.save_for_backward(_TENSOR)  # a second backward without retain_graph raises what it raises anywhere
-        return tuple(captured.replay())
+        outputs = captured.replay()
+        kept = captured.differentiable(outputs)
+        ctx.mark_non_differentiable(*(y for y in outputs if all(y is not one for one in kept)))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable

@@ -61,7 +61,7 @@ def _recording(
         return _LARGE
     ambient = torch.is_grad_enabled(), _autocast(served.device_type)
     key = served.name, signature.key, ambient
-    session = state.session_of(forward, key)
+    session = state.session_of(forward, key, x)
     if session is None:
         return Refusal()
     captured = session.captured.get(key)

@@ -33,6 +33,12 @@ class Recorder(Protocol):
     def held_bytes(self) -> int:
         """Memory that recordings hold."""
 
+    def allocated_bytes(self) -> int:
+        """Memory of the tensors that are alive on the device."""
+
+    def make_room(self, size: int) -> bool:
+        """Whether ``size`` bytes fit beside the most that the process has reserved so far; frees what is cached."""
+
 
 class CudaRecorder:
     """CUDA graphs in one private memory pool."""
@@ -67,6 +73,16 @@ class CudaRecorder:
     def held_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot(self._pool)
         return sum(segment["total_size"] for segment in segments)
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def make_room(self, size: int) -> bool:
+        most, total = torch.cuda.max_memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[1]
+        if most + size > total:
+            return False
+        torch.cuda.empty_cache()  # a recording cannot use what is cached for others
+        return True
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:

@@ -36,7 +36,8 @@ def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | Re
         part = _part(value, tensors)
         if part is None:
             kind = type(value).__name__
-            return Refusal(f"its argument {name!r} is or holds a {kind}, which a graph cannot record")
+            hint = "; model.config.use_cache = False avoids it in training" if "Cache" in kind else ""
+            return Refusal(f"its argument {name!r} is or holds a {kind}, which cannot be recorded{hint}")
         key.append((name, part))
     return Signature(tuple(key), tensors)
 
@@ -63,6 +64,11 @@ def put_together(
         tuple(mapped(value, lambda _: next(remaining)) for value in args),
         {name: mapped(value, lambda _: next(remaining)) for name, value in kwargs.items()},
     )
+
+
+def is_recordable(value: Any) -> bool:
+    """Whether what a unit returns is made of tensors, constants, tuples and lists."""
+    return _part(value, []) is not None
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:

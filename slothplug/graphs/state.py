@@ -85,6 +85,7 @@ class GraphState(SharedState):
 
     Attributes:
         open_uses: replayed forwards whose backward may still come; all are of one call of the model.
+        sessions: by the key of the first unit that was called; the one used least recently comes first.
         replays: forwards replayed.
         reasons: calls of units that ran eagerly, by reason.
     """
@@ -94,59 +95,85 @@ class GraphState(SharedState):
         self.open_uses = 0
         self.replays = 0
         self.reasons: Counter[str] = Counter()
-        self._sessions: OrderedDict[Hashable, Session] = OrderedDict()
-        self._met: OrderedDict[Hashable, int] = OrderedDict()
+        self.sessions: OrderedDict[Hashable, Session] = OrderedDict()
+        self._met: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+        self._largest = 0
         self._recorders: dict[torch.device, Recorder] = {}
         self._mailboxes: dict[torch.device, Mailbox] = {}
 
     def begin(self, forward: ForwardContext) -> None:
         if not self.open_uses:
-            for session in self._sessions.values():
+            for session in self.sessions.values():
                 session.last = -1
                 if session.recording:
                     session.close()
             for mailbox in self._mailboxes.values():
                 mailbox.forget()
 
-    def session_of(self, forward: ForwardContext, key: Hashable) -> Session | None:
+    def session_of(self, forward: ForwardContext, key: Hashable, x: torch.Tensor) -> Session | None:
         """The session that serves a call of the model; a new one if ``key`` has recurred; None if units run eagerly.
 
         Args:
             key: of the first unit that is called.
+            x: the first tensor that unit is called with.
         """
         if self not in forward.notes:
-            forward.notes[self] = self._choose(forward, key)
+            forward.notes[self] = self._choose(forward, (key, _process_switches()), x)
         chosen: Session | None = forward.notes[self]
         return chosen
 
-    def _choose(self, forward: ForwardContext, key: Hashable) -> Session | None:
+    def _choose(self, forward: ForwardContext, key: Hashable, x: torch.Tensor) -> Session | None:
         if self.open_uses:
             self.reasons["the backward of an earlier call is still to come"] += 1
             return None
         binding = forward.binding
         assert binding is not None
-        session = self._sessions.get(key)
+        session = self.sessions.get(key)
         if session is not None and session.binding() is not binding:
-            del self._sessions[key]
+            del self.sessions[key]
             session = None
         if session is None:
-            if not self._recurs(key):
+            self._leave_room_for(x)
+            if not self._recurs(key, x.device):
+                self._measure(forward, key, x.device)
                 return None
-            session = self._sessions[key] = Session(binding)
-            if len(self._sessions) > self.settings.graph_shapes:
-                self._sessions.popitem(last=False)
-        self._sessions.move_to_end(key)
+            session = self.sessions[key] = Session(binding)
+            if len(self.sessions) > self.settings.graph_shapes:
+                self.sessions.popitem(last=False)
+        self.sessions.move_to_end(key)
         return session
 
-    def _recurs(self, key: Hashable) -> bool:
-        met = self._met[key] = self._met.pop(key, 0) + 1
+    def _leave_room_for(self, x: torch.Tensor) -> None:
+        """Before more elements than ever run eagerly, recordings go: without them there would be their memory, too."""
+        if x.numel() > self._largest:
+            self._largest = x.numel()
+            self.sessions.clear()
+
+    def _recurs(self, key: Hashable, device: torch.device) -> bool:
+        """Whether a session is to be made: ``key`` was met often enough, and the memory is there."""
+        met, size = self._met.pop(key, (0, 0))
+        self._met[key] = met + 1, size
         if len(self._met) > _KEYS_COUNTED:
             self._met.popitem(last=False)
-        if met <= self.settings.graph_after:
+        if met < self.settings.graph_after:
             self.reasons["shapes that had not recurred yet"] += 1
             return False
-        self._met[key] = 0  # recorded anew only after it has recurred again
+        if not self.recorder(device).make_room(size):
+            self.reasons["not enough memory on the device for recordings beside the run"] += 1
+            return False
+        self._met[key] = 0, size  # recorded anew only after it has recurred again
         return True
+
+    def _measure(self, forward: ForwardContext, key: Hashable, device: torch.device) -> None:
+        """Notes how much memory an eager forward holds for its backward: about what its recordings will hold."""
+        recorder = self.recorder(device)
+        before = recorder.allocated_bytes()
+
+        def measured() -> None:
+            met, _ = self._met.get(key, (0, 0))
+            self._met[key] = met, max(0, recorder.allocated_bytes() - before)
+
+        forward.at_end.append(measured)
 
     def recorder(self, device: torch.device) -> Recorder:
         if device not in self._recorders:
@@ -158,9 +185,25 @@ class GraphState(SharedState):
 
     def lines(self) -> list[str]:
         """Sentences for the report."""
-        shapes = len(self._sessions)
-        units = max((len(session.captured) for session in self._sessions.values()), default=0)
+        shapes = len(self.sessions)
+        units = max((len(session.captured) for session in self.sessions.values()), default=0)
         held = sum(recorder.held_bytes() for recorder in self._recorders.values()) / 2**30
         eager = [f"graphs: {count} calls of layers ran eagerly: {why}" for why, count in self.reasons.items()]
         summary = f"graphs: {units} layers recorded for {shapes} shapes, {held:.2f} GiB held, {self.replays} replays"
         return [summary, *eager]
+
+
+def _process_switches() -> tuple[bool | str, ...]:
+    """What the process has set that chooses kernels."""
+    cuda = torch.backends.cuda
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )

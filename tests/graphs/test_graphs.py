@@ -15,11 +15,12 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 
 import slothplug
-from slothplug.graphs.recorder import Recorder
+from slothplug.graphs.recorder import CudaRecorder
 from slothplug.graphs.state import GraphState
 from slothplug.patching.private_class import is_patched
 from slothplug.patching.report import Report
 from slothplug.patching.served import STATE, Served
+from tests.graphs.replaying import RunsAgain
 from tests.patching.device import DEVICE
 from tests.patching.lora_models import IDS, LAYERS, layer, model
 
@@ -326,18 +327,12 @@ def test_checkpointing(reentrant: bool) -> None:
     train(graphed, eager, 5)
 
 
-class Fails:
+class Fails(RunsAgain):
     """A recorder on whose device nothing can be recorded."""
 
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def record(self, function: Callable[[], None]) -> None:
+    def record(self, function: Callable[[], None]) -> Any:
         torch.rand(3)
         raise RuntimeError("operation not permitted when stream is capturing")
-
-    def held_bytes(self) -> int:
-        return 0
 
 
 def test_what_cannot_be_recorded_runs_eagerly_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,25 +344,73 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_not_tried_again(monkeypatch
     assert state_of(graphed).reasons[reason] == 4 * LAYERS
 
 
-class FailsBackward(Recorder):
-    def __init__(self, device: torch.device) -> None:
-        from slothplug.graphs import state
-
-        self._recorder = state.CudaRecorder(device) if DEVICE == "cuda" else _runs_again(device)
-
+class FailsBackward(CudaRecorder if DEVICE == "cuda" else RunsAgain):  # type: ignore[misc]
     def record(self, function: Callable[[], None]) -> Any:
         if function.__name__ == "_run_backward":
             raise RuntimeError("no backward")
-        return self._recorder.record(function)
-
-    def held_bytes(self) -> int:
-        return 0
+        return super().record(function)
 
 
-def _runs_again(device: torch.device) -> Recorder:
-    from tests.graphs.replaying import RunsAgain
+class Full(RunsAgain):
+    """A recorder on a device without memory to spare."""
 
-    return RunsAgain(device)
+    def make_room(self, size: int) -> bool:
+        return False
+
+
+def test_nothing_is_recorded_where_the_memory_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slothplug.graphs.state.make_recorder", Full)
+    graphed, eager, _ = twins()
+    train(graphed, eager, 5)
+    assert replays(graphed) == 0
+    assert any("memory" in reason for reason in state_of(graphed).reasons)
+
+
+def test_a_longer_sequence_than_ever_finds_the_memory_of_the_recordings() -> None:
+    graphed, eager, _ = twins()
+    short = IDS[:, :4].contiguous()
+    for _ in range(4):
+        assert_same(step(graphed, short), step(eager, short))
+    assert replays(graphed) == 2 * LAYERS
+    assert_same(step(graphed), step(eager))
+    assert not state_of(graphed).sessions
+    for _ in range(4):
+        assert_same(step(graphed, short), step(eager, short))
+    assert replays(graphed) == 4 * LAYERS
+
+
+def test_a_unit_that_returns_something_else_than_tensors_runs_eagerly() -> None:
+    class Output(dict):  # type: ignore[type-arg]
+        pass
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor) -> Output:
+            return Output(x=self.norm(x))
+
+    Unit.forward.__module__ = "transformers.models.unit"  # a framework's code, which changes no model inside a call
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Unit(), Unit()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for unit in self.layers:
+                x = unit(x)["x"]
+            return x
+
+    Model.forward.__module__ = Unit.forward.__module__
+    one = Model()
+    slothplug.patch(one, {"ops": ["rms_norm"]})
+    x = torch.randn(2, 3, 16)
+    first = one(x)
+    for _ in range(4):
+        assert torch.equal(one(x), first)
+    assert state_of(one).reasons["cannot be recorded: TypeError: its forward returns a Output"] == 3 * 2
 
 
 def test_a_backward_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
