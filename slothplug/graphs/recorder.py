@@ -47,32 +47,51 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        # A pool is given up with the last graph in it, and takes no graph after that.
+        self._keeps_pool = self._graph_of(self._almost_nothing)
 
     def record(self, function: Callable[[], None]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
+        return self._graph_of(function).replay
+
+    def _graph_of(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
-        collected = gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()  # a finaliser that frees device memory or an event would end the recording
         try:
             with torch.cuda.stream(self._stream):
-                # Other threads, a data loader's for one, may go on allocating.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    function()
-                except BaseException:
-                    _abandon(graph)
-                    raise
-                graph.capture_end()
+                return self._captured(function)
         finally:
-            if collected:
+            if collects:
                 gc.enable()
-        outer.wait_stream(self._stream)
-        return graph.replay
+            outer.wait_stream(self._stream)
+
+    def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, a data loader's for one, may go on allocating.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            function()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        graph.capture_end()
+        return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a recording that failed."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the device has declared the recording invalid
+            torch.cuda.synchronize(self._device)
+            # Then the generator still counts for the recording, until the end of another one.
+            self._captured(self._almost_nothing)
+
+    def _almost_nothing(self) -> None:
+        torch.zeros(1, device=self._device)
 
     def held_bytes(self) -> int:
-        segments = torch.cuda.memory_snapshot(self._pool)
-        return sum(segment["total_size"] for segment in segments)
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool))
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)
@@ -83,11 +102,3 @@ class CudaRecorder:
             return False
         torch.cuda.empty_cache()  # a recording cannot use what is cached for others
         return True
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    """Ends a recording that failed."""
-    try:
-        graph.capture_end()
-    except RuntimeError:  # the recording is invalid, which is why it is abandoned
-        torch.cuda.synchronize()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
+from torch.nn import functional
 
 import slothplug
 from slothplug.graphs.recorder import CudaRecorder
@@ -472,3 +473,39 @@ class TestLifecycle:
         report = slothplug.patch(one, {"graphs": "off"})
         assert not any(isinstance(s := p.__dict__.get(STATE), Served) and s.op == "graphs" for p in one.modules())
         assert "graphs" not in str(report)
+
+
+@pytest.mark.gpu
+def test_a_unit_that_waits_for_the_device_runs_eagerly_and_spoils_nothing() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(self.norm(x), 0.5) * (1.0 if x.sum().item() else 2.0)
+
+    Unit.forward.__module__ = "transformers.models.unit"
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Unit(), Unit()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x))
+
+    Model.forward.__module__ = Unit.forward.__module__
+    stock = Model()
+    one = copy.deepcopy(stock)
+    slothplug.patch(one, {"ops": ["rms_norm"]})
+    x = torch.randn(2, 3, 16)
+    for _ in range(5):
+        outputs = []
+        for each in (one, stock):
+            torch.manual_seed(1)
+            outputs.append(each(x))
+        torch.testing.assert_close(*outputs)
+    assert replays(one) == 0
+    assert any(reason.startswith("cannot be recorded") for reason in state_of(one).reasons)
+    train(*twins(lora_dropout=0.2)[:2], 4)
