@@ -9,6 +9,7 @@ patched, so its numbers are those of the eager patched step to the bit.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ def slothplug_after_patch(model: nn.Module, report: Report) -> None:
     context = next(s.context for part in units[0][1].modules() if isinstance(s := part.__dict__.get(STATE), Served))
     state = context.shared(graph_state.GraphState)
     state.settings = report.settings
+    state.takes_use_cache = "use_cache" in inspect.signature(stock_class(model).forward).parameters
     for name, unit in units:
         original = partial(_forward_of, stock_class(unit))
         served: Served[Any, Any] = Served(

@@ -36,7 +36,7 @@ def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | Re
         part = _part(value, tensors)
         if part is None:
             kind = type(value).__name__
-            hint = "; model.config.use_cache = False avoids it in training" if "Cache" in kind else ""
+            hint = "; use_cache=False avoids it" if "Cache" in kind else ""
             return Refusal(f"its argument {name!r} is or holds a {kind}, which cannot be recorded{hint}")
         key.append((name, part))
     return Signature(tuple(key), tensors)

@@ -84,6 +84,7 @@ class GraphState(SharedState):
     """Sessions and counters of one patched model.
 
     Attributes:
+        takes_use_cache: whether the model's forward has a parameter ``use_cache``.
         open_uses: replayed forwards whose backward may still come; all are of one call of the model.
         sessions: by the key of the first unit that was called; the one used least recently comes first.
         replays: forwards replayed.
@@ -92,6 +93,7 @@ class GraphState(SharedState):
 
     def __init__(self) -> None:
         self.settings = Settings()
+        self.takes_use_cache = False
         self.open_uses = 0
         self.replays = 0
         self.reasons: Counter[str] = Counter()
@@ -102,6 +104,11 @@ class GraphState(SharedState):
         self._mailboxes: dict[torch.device, Mailbox] = {}
 
     def begin(self, forward: ForwardContext) -> None:
+        given = forward.keywords
+        trains = forward.labels is not None and torch.is_grad_enabled()
+        if self.takes_use_cache and trains and given.get("use_cache") is None and given.get("past_key_values") is None:
+            # A step needs no keys and values of earlier tokens, and layers that are given a cache cannot be recorded.
+            given["use_cache"] = False
         if not self.open_uses:
             for session in self.sessions.values():
                 session.last = -1

@@ -302,6 +302,18 @@ def test_an_evaluation_between_two_steps() -> None:
         assert torch.equal(*outputs)
 
 
+def test_a_step_builds_no_key_value_cache_unless_it_is_asked_for() -> None:
+    graphed, eager, _ = twins()
+    graphed.config.use_cache = eager.config.use_cache = True
+    train(graphed, eager, 4)
+    assert replays(graphed) == 2 * LAYERS
+    assert graphed(input_ids=IDS, labels=IDS).past_key_values is None
+    assert graphed(input_ids=IDS, labels=IDS, use_cache=True).past_key_values is not None
+    with torch.no_grad():
+        assert graphed(input_ids=IDS).past_key_values is not None
+    assert any("Cache" in reason for reason in state_of(graphed).reasons)
+
+
 def test_evaluations_without_gradients_are_replayed() -> None:
     graphed, eager, _ = twins()
     with torch.no_grad():
