@@ -56,9 +56,9 @@ class Settings(BaseModel):
     )
 
     graphs: Literal["auto", "off"] = Field(
-        default="auto",
+        default="off",
         description="'auto' records the repeated layers as CUDA graphs where their shapes recur, and replays them: "
-        "short steps become several times faster. The numbers are the same.",
+        "short steps become several times faster, with the same numbers. Not the default yet.",
     )
     graph_shapes: int = Field(default=8, ge=1, description="The most shapes for which graphs are kept.")
     graph_after: int = Field(default=2, ge=1, description="How often a shape is met before it is recorded.")

@@ -48,10 +48,12 @@ def _precision_stays() -> Iterator[None]:
     assert after == before
 
 
-def _precision() -> list[str]:
+def _precision() -> str:
     """What products of float32 are computed in."""
     matmul = torch.backends.cuda.matmul
-    return [str(matmul.fp32_precision if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)]
+    if not hasattr(matmul, "fp32_precision"):
+        return "tf32" if matmul.allow_tf32 else "float32"
+    return {"ieee": "float32", "none": "float32"}.get(matmul.fp32_precision, matmul.fp32_precision)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,9 +6,10 @@ one in its place that runs the function again, so that everything above the seam
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -60,16 +61,17 @@ class CudaRecorder:
         gc.disable()  # a finaliser that frees device memory or an event would end the recording
         try:
             with torch.cuda.stream(self._stream):
-                return self._captured(function)
+                return self._captured(function, self._pool)
         finally:
             if collects:
                 gc.enable()
             outer.wait_stream(self._stream)
 
-    def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        """``function`` as a graph in ``pool``; None stands for one of its own."""
         graph = torch.cuda.CUDAGraph()
         # Other threads, a data loader's for one, may go on allocating.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             function()
         except BaseException:
@@ -82,10 +84,13 @@ class CudaRecorder:
         """Ends a recording that failed."""
         try:
             graph.capture_end()
-        except RuntimeError:  # the device has declared the recording invalid
+        except RuntimeError:  # the device has declared the recording invalid, as after a wait for it
             torch.cuda.synchronize(self._device)
-            # Then the generator still counts for the recording, until the end of another one.
-            self._captured(self._almost_nothing)
+            # torch leaves two things as they were in the recording (2.11): the allocator goes on for this pool, and the
+            # generator counts for the graph until another one ends.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            self._captured(self._almost_nothing, None)
 
     def _almost_nothing(self) -> None:
         torch.zeros(1, device=self._device)

@@ -27,14 +27,15 @@ from tests.patching.lora_models import IDS, LAYERS, layer, model
 
 Outcome = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]
 OTHER = IDS[:, :7].contiguous()
+ON = {"graphs": "auto"}
 
 
 def twins(**config: Any) -> tuple[PeftModel, PeftModel, Report]:
     """Two equal patched models, the first with graphs, and the first one's report."""
     graphed = model(**config).to(DEVICE)
     eager = copy.deepcopy(graphed)
-    slothplug.patch(eager, {"graphs": "off"})
-    return graphed, eager, slothplug.patch(graphed)
+    slothplug.patch(eager)
+    return graphed, eager, slothplug.patch(graphed, ON)
 
 
 def state_of(one: nn.Module) -> GraphState:
@@ -105,8 +106,8 @@ def test_lengths_that_recur_are_recorded_and_others_run_eagerly() -> None:
 
 def test_the_shapes_used_least_recently_go() -> None:
     graphed, eager = model().to(DEVICE), model().to(DEVICE)
-    slothplug.patch(eager, {"graphs": "off"})
-    slothplug.patch(graphed, {"graph_shapes": 1, "graph_after": 1})
+    slothplug.patch(eager)
+    slothplug.patch(graphed, {**ON, "graph_shapes": 1, "graph_after": 1})
     for ids, expected in ((IDS, 0), (IDS, 1), (OTHER, 1), (OTHER, 2), (IDS, 2), (IDS, 3), (IDS, 4)):
         assert_same(step(graphed, ids), step(eager, ids))
         assert replays(graphed) == expected * LAYERS
@@ -418,7 +419,7 @@ def test_a_unit_that_returns_something_else_than_tensors_runs_eagerly() -> None:
 
     Model.forward.__module__ = Unit.forward.__module__
     one = Model()
-    slothplug.patch(one, {"ops": ["rms_norm"]})
+    slothplug.patch(one, {**ON, "ops": ["rms_norm"]})
     x = torch.randn(2, 3, 16)
     first = one(x)
     for _ in range(4):
@@ -442,7 +443,7 @@ class TestLifecycle:
 
     def test_of_a_with_block(self) -> None:
         one = model().to(DEVICE)
-        with slothplug.fast_kernels(one):
+        with slothplug.fast_kernels(one, ON):
             for _ in range(4):
                 step(one)
         assert not any(is_patched(part) for part in one.modules())
@@ -477,12 +478,12 @@ class TestLifecycle:
     def test_patching_twice_changes_nothing(self) -> None:
         graphed, eager, _ = twins()
         train(graphed, eager, 3)
-        slothplug.patch(graphed)
+        slothplug.patch(graphed, ON)
         train(graphed, eager, 4)
 
     def test_off(self) -> None:
         one = model().to(DEVICE)
-        report = slothplug.patch(one, {"graphs": "off"})
+        report = slothplug.patch(one)
         assert not any(isinstance(s := p.__dict__.get(STATE), Served) and s.op == "graphs" for p in one.modules())
         assert "graphs" not in str(report)
 
@@ -510,7 +511,7 @@ def test_a_unit_that_waits_for_the_device_runs_eagerly_and_spoils_nothing() -> N
     Model.forward.__module__ = Unit.forward.__module__
     stock = Model()
     one = copy.deepcopy(stock)
-    slothplug.patch(one, {"ops": ["rms_norm"]})
+    slothplug.patch(one, {**ON, "ops": ["rms_norm"]})
     x = torch.randn(2, 3, 16)
     for _ in range(5):
         outputs = []

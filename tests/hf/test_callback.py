@@ -105,8 +105,7 @@ def test_patches_when_the_trainer_is_built_and_stays(tmp_path: Path) -> None:
     patched = patched_modules(model)
     report = fast.report
     assert report is not None
-    units = {name for name in patched if name.rpartition(".")[0] == "model.layers"}  # which are recorded on a GPU
-    assert {site.name for site in report.fused} | {""} | units >= set(patched)
+    assert {site.name for site in report.fused} | {""} >= set(patched)
     trainer.train()
     assert fast.report is report
     assert patched_modules(model) == patched

@@ -52,13 +52,11 @@ def patch(patched: nn.Module, **settings: Any) -> Report:
     return slothplug.patch(patched, {"ops": ["lora"], **settings})
 
 
-def pair(
-    kind: str = "llama", dtype: torch.dtype = torch.float32, settings: dict[str, Any] | None = None, **config: Any
-) -> tuple[PeftModel, PeftModel, Report]:
+def pair(kind: str = "llama", dtype: torch.dtype = torch.float32, **config: Any) -> tuple[PeftModel, PeftModel, Report]:
     """A patched model, its unpatched copy, and the report."""
     fast = model(kind, dtype, **config)
     stock = copy.deepcopy(fast)
-    return fast, stock, patch(fast, **(settings or {}))
+    return fast, stock, patch(fast)
 
 
 def step(one: nn.Module, seed: int = 3, autocast: bool = False) -> Outcome:

@@ -222,7 +222,7 @@ def test_a_merge_between_two_calls_is_noticed() -> None:
 
 
 def test_facts_are_bound_again_for_a_state_that_lasts() -> None:
-    fast, stock, report = pair(settings={"graphs": "off"})
+    fast, stock, report = pair()
     step(fast)
     for one in (fast, stock):
         scale(one)
