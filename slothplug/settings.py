@@ -55,6 +55,14 @@ class Settings(BaseModel):
         default=512, ge=1, description="Budget in MiB for the logits of one chunk in the fused head."
     )
 
+    graphs: Literal["auto", "off"] = Field(
+        default="off",
+        description="'auto' records the repeated layers as CUDA graphs where their shapes recur, and replays them: "
+        "short steps become several times faster, with the same numbers. Not the default yet.",
+    )
+    graph_shapes: int = Field(default=8, ge=1, description="The most shapes for which graphs are kept.")
+    graph_after: int = Field(default=2, ge=1, description="How often a shape is met before it is recorded.")
+
     @classmethod
     def from_flag(cls, flag: bool | Mapping[str, Any] | Settings) -> Settings | None:
         """The settings that a flag's value stands for; None where it is ``False``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _no_mixed_precision_of_an_earlier_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 4 tells accelerate by an environment variable, which outlives the trainer that was built."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+
+
+@pytest.fixture(autouse=True)
+def _precision_stays() -> Iterator[None]:
+    """Whoever lets float32 products be rounded (TF32) and leaves it so changes the numbers of every later test."""
+    before = _precision()
+    yield
+    after = _precision()
+    if after != before:
+        torch.set_float32_matmul_precision("highest")
+    assert after == before
+
+
+def _precision() -> str:
+    """What products of float32 are computed in."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        return "tf32" if matmul.allow_tf32 else "float32"
+    return {"ieee": "float32", "none": "float32"}.get(matmul.fp32_precision, matmul.fp32_precision)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

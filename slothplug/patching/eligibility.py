@@ -65,6 +65,7 @@ class Binding:
                 and all(map(same_items, seen._mutable, seen._copies))
                 and list(map(_address, seen._tensors)) == self._addresses
                 and list(map(_dtype, seen._tensors)) == self._dtypes
+                and list(map(_requires_grad, seen._flagged)) == seen._flags
             )
         except (KeyError, IndexError):  # something that was read is gone
             return False
@@ -72,6 +73,7 @@ class Binding:
 
 _address = torch.Tensor.data_ptr
 _dtype = attrgetter("dtype")
+_requires_grad = attrgetter("requires_grad")
 
 
 class Guard:

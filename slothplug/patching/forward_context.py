@@ -6,11 +6,12 @@ alone: the Trainer reads ``forward``'s signature, accelerate and TRL replace it,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ class ForwardContext:
         notes: what shared states of the model keep for the length of this call, by state.
         failed: True if the call ended by an exception.
         at_end: run in order when the call ends, also when it raises; each gets no argument.
+        recorded: True while a part of the model is recorded: what is computed belongs to the recording.
     """
 
     context: ModelContext
@@ -44,6 +46,7 @@ class ForwardContext:
     binding: Binding | None
     notes: dict[object, Any] = field(default_factory=dict)
     failed: bool = False
+    recorded: bool = False
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -58,6 +61,18 @@ def current_forward(context: ModelContext) -> ForwardContext | None:
     """The outermost call in progress on this thread, if it is one of the patched model ``context``."""
     forward = _active.forward
     return forward if forward is not None and forward.context is context else None
+
+
+@contextlib.contextmanager
+def recorded_call(context: ModelContext) -> Iterator[None]:
+    """For a part of the model that is being recorded: every module decides for itself, and shares nothing outside."""
+    outer = _active.forward
+    forward = _active.forward = ForwardContext(context, None, {}, None, recorded=True)
+    try:
+        yield
+    finally:
+        _active.forward = outer
+        _run(forward.at_end, failed=True)
 
 
 def facts_of(served: Served[Any, Any]) -> Any:

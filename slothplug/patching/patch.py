@@ -129,6 +129,8 @@ def _patch(
             if isinstance(state := module.__dict__.get(STATE), Outermost):
                 state.guard.forget()
         manager.hook.slothplug_after_patch(model=core, report=report)
+        ours = {*earlier, *taken}
+        taken += [module for module in core.modules() if is_patched(module) and module not in ours]
         faults = (*manager.load_faults, *manager.faults[faults_before:])
         report.notes.extend(dict.fromkeys(fault.sentence for fault in faults))
         conclude(report, core)

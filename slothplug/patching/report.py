@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +65,7 @@ class Report:
         sites: one entry for each module that was considered.
         settings: the settings of the patch.
         notes: sentences about the patch as a whole.
+        live: functions that say how the patched model has run since.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, operations: list[str]) -> None:
@@ -72,6 +74,7 @@ class Report:
         self.operations = operations
         self.sites: list[SiteReport] = []
         self.notes: list[str] = []
+        self.live: list[Callable[[], list[str]]] = []
 
     @property
     def fused(self) -> list[SiteReport]:
@@ -111,7 +114,7 @@ class Report:
                 for op, sites in self.by_op().items()
             },
             "sites": [site.to_dict() for site in self.sites],
-            "notes": list(self.notes),
+            "notes": [*self.notes, *(line for say in self.live for line in say())],
         }
 
     def idle(self) -> dict[str, str]:
@@ -182,6 +185,7 @@ class Report:
         if any(site.calls.served for site in self.fused):
             lines += [f"idle: {op} - {reason}" for op, reason in self.idle().items() if reason == "never called"]
         lines += [f"skipped: {op}, by the settings" for op in self.operations if not self.settings.wants(op)]
+        lines += [line for say in self.live for line in say()]
         return lines + [f"note: {note}" for note in self.notes]
 
 

@@ -52,6 +52,10 @@ class Reads:
         """``tensor``: its address and dtype are compared, which ``.data = ...`` and ``.to()`` change."""
         return tensor
 
+    def trained(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` requires grad."""
+        return tensor.requires_grad
+
     def unhooked(self, module: nn.Module) -> bool:
         """Whether ``module``, which is part of the model, has no hooks and its own forward."""
         own = module.__dict__
@@ -83,6 +87,8 @@ class Watch(Reads):
         self._objects: list[object] = []
         self._types: list[type] = []
         self._tensors: list[torch.Tensor] = []
+        self._flagged: list[torch.Tensor] = []
+        self._flags: list[bool] = []
         self._mutable: list[Any] = []
         self._copies: list[Any] = []
         self._noted: set[tuple[int, Any]] = set()
@@ -134,8 +140,14 @@ class Watch(Reads):
         return type(value)
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._tensors.append(tensor)
+        if self._is_new(tensor, Watch.tensor):
+            self._tensors.append(tensor)
         return tensor
+
+    def trained(self, tensor: torch.Tensor) -> bool:
+        self._flagged.append(tensor)
+        self._flags.append(tensor.requires_grad)
+        return tensor.requires_grad
 
     def unhooked(self, module: nn.Module) -> bool:
         # A binding is not used under global hooks, and notes every module's forward hooks.

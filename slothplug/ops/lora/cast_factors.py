@@ -82,8 +82,8 @@ class CastFactors(SharedState):
             call: the outermost call in progress; None outside of one, which includes recomputation in backward.
         """
         parameters = [*(o.a for o in operands), *(o.b for o in operands)]
-        if torch.is_inference_mode_enabled():
-            # A recompute that is still to come could not save such a copy for its backward.
+        if torch.is_inference_mode_enabled() or (call is not None and call.recorded):
+            # A recompute that is still to come could not save such a copy for its backward; a recording casts anew.
             return _cast([parameters], dtype)[0]
         if call is None:
             if torch._C._current_graph_task_id() == -1:

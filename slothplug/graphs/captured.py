@@ -1,0 +1,304 @@
+"""One unit's forward and backward as recordings, and the autograd node that replays them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from slothplug.graphs.signature import is_recordable, mapped, put_together
+from slothplug.graphs.state import GraphState, Session, Use
+from slothplug.kernels.once_differentiable import once_differentiable
+from slothplug.patching.forward_context import recorded_call
+from slothplug.patching.served import STATE, Served
+
+Value = TypeVar("Value")
+
+
+class Trained(NamedTuple):
+    """A parameter of a unit that requires grad, by the dictionary of its module and its name."""
+
+    parameters: dict[str, Any]
+    name: str
+
+    def now(self) -> nn.Parameter:
+        parameter: nn.Parameter = self.parameters[self.name]
+        return parameter
+
+
+class Captured:
+    """The recordings of one unit for one key.
+
+    A recording does not refer to the unit, whose state refers to it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        served: Served[Any, GraphState],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        trained: Sequence[Trained],
+        session: Session,
+    ) -> None:
+        """Records the forward for arguments of these structure, constants and tensors.
+
+        Raises:
+            Exception: what the unit's forward raises, or the device where the forward cannot be recorded.
+        """
+        state = served.shared
+        self._owner = weakref.ref(state)
+        self._session = weakref.ref(session)
+        self._place = len(session.captured)
+        self._module = weakref.ref(module)
+        self._args, self._kwargs = _skeleton(tuple(args)), {name: _skeleton(value) for name, value in kwargs.items()}
+        self._grad = torch.is_grad_enabled()
+        self._needs_grad = [self._grad and tensor.requires_grad for tensor in tensors]
+        self._trained = list(trained) if self._grad else []
+        self._device = tensors[0].device
+        self._mailbox, self._recorder = state.mailbox(self._device), state.recorder(self._device)
+        self._boxes = [self._mailbox.box(("argument", i), tensor) for i, tensor in enumerate(tensors)]
+        self._use: weakref.ref[Use] | None = None
+        self._outputs: list[torch.Tensor] = []
+        self._differentiable: list[bool] = []
+        self._leaves: list[torch.Tensor] = []
+        self._delivered: list[torch.Tensor] = []
+        self._structure: Any = None
+        self._counted: list[tuple[Any, int, int]] = []
+        self._mailbox.load(self._boxes, tensors)
+        self._replay = self._recorder.record(self._run_forward)
+        self._replay_backward: Any = None
+        self._grad_boxes = [self._mailbox.box(("grad_output", i), y) for i, y in enumerate(self._delivered)]
+        self._grads: _Gradients | None = None
+
+    def _state(self) -> GraphState:
+        state = self._owner()
+        assert state is not None  # it holds this
+        return state
+
+    def is_free(self) -> bool:
+        """Whether no backward of an earlier replay may still come, and no later unit was replayed in this call."""
+        session, use = self._session(), None if self._use is None else self._use()
+        return (use is None or not use.is_open()) and session is not None and session.last < self._place
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the unit's forward returns for arguments with these tensors."""
+        self._mailbox.load(self._boxes, tensors)
+        session = self._session()
+        assert session is not None
+        session.last = self._place
+        self._state().replays += 1
+        if self._grad:
+            inputs = [tensor for tensor, needed in zip(tensors, self._needs_grad, strict=True) if needed]
+            outputs = _Replayed.apply(self, *inputs, *(each.now() for each in self._trained))
+        else:
+            outputs = self.replay()
+        for calls, served, collected in self._counted:
+            calls.served += served
+            calls.collected += collected
+        remaining = iter(outputs)
+        return mapped(self._structure, lambda _: next(remaining))
+
+    def differentiable(self, values: Sequence[Value]) -> list[Value]:
+        """Those of ``values``, one for each output, whose outputs have a gradient."""
+        return [value for value, needed in zip(values, self._differentiable, strict=True) if needed]
+
+    def replay(self) -> list[torch.Tensor]:
+        """The outputs, in memory of their own."""
+        self._replay()
+        return [box.clone() for box in self._delivered]
+
+    def open_use(self) -> Use:
+        use = Use(self._state())
+        self._use = weakref.ref(use)
+        return use
+
+    def backward(self, grad_outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs that need one and of the trained parameters."""
+        self._mailbox.load(self._grad_boxes, grad_outputs)
+        if self._replay_backward is None:
+            session = self._session()
+            if session is not None and session.recording:
+                self._record_backward()
+        if self._replay_backward is None:
+            self._run_backward()
+        else:
+            self._replay_backward()
+        assert self._grads is not None
+        return self._grads.delivered()
+
+    def _record_backward(self) -> None:
+        try:
+            self._replay_backward = self._recorder.record(self._run_backward)
+        except Exception as error:
+            session = self._session()
+            assert session is not None
+            session.captured = {key: one for key, one in session.captured.items() if one is not self}
+            self._state().reasons[f"its backward cannot be recorded: {error}"] += 1
+
+    def release(self) -> None:
+        """Drops what autograd saved in the recording: its memory goes back to the pool."""
+        self._outputs, self._leaves = [], []
+        session = self._session()
+        if self._grad and self._replay_backward is None and session is not None:
+            session.captured = {key: one for key, one in session.captured.items() if one is not self}
+
+    def _run_forward(self) -> None:
+        module = self._module()
+        assert module is not None
+        served: Served[Any, GraphState] = module.__dict__[STATE]
+        inputs = [
+            box.clone().requires_grad_() if needed else box
+            for box, needed in zip(self._boxes, self._needs_grad, strict=True)
+        ]
+        args, kwargs = put_together(self._args, self._kwargs, inputs)
+        with (
+            _aliased(self._trained) as aliases,
+            recorded_call(served.context),
+            _uncounted(module) as counted,
+            torch.set_grad_enabled(self._grad),
+            _no_autocast_cache(),
+        ):
+            output = served.original(module, *args, **kwargs)
+        if not is_recordable(output):
+            raise TypeError(f"its forward returns a {type(output).__name__}")
+        self._counted = counted
+        outputs: list[torch.Tensor] = []
+        mapped(output, outputs.append)
+        self._structure = _skeleton(output)
+        self._outputs = outputs
+        self._leaves = [*(t for t, needed in zip(inputs, self._needs_grad, strict=True) if needed), *aliases]
+        self._differentiable = [y.requires_grad for y in outputs]
+        self._delivered = [self._mailbox.box(("output", i), y.detach()) for i, y in enumerate(outputs)]
+        with torch.no_grad():
+            for box, y in zip(self._delivered, outputs, strict=True):
+                box.copy_(y)
+
+    def _run_backward(self) -> None:
+        grads = torch.autograd.grad(
+            self.differentiable(self._outputs),
+            self._leaves,
+            self.differentiable(self._grad_boxes),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if self._grads is None:
+            self._grads = _Gradients(grads, self._mailbox)
+        self._grads.put(grads)
+
+
+_TENSOR = torch.empty(0)
+"""Stands for a tensor in a structure."""
+
+
+def _skeleton(value: Any) -> Any:
+    return mapped(value, lambda _: _TENSOR)
+
+
+class _Gradients:
+    """Where a recorded backward leaves its gradients: one box for each dtype, of which callers get parts of a copy."""
+
+    def __init__(self, grads: Sequence[torch.Tensor | None], mailbox: Any) -> None:
+        self._places: list[tuple[torch.dtype, torch.Size, int] | None] = []
+        sizes: dict[torch.dtype, int] = {}
+        for grad in grads:
+            if grad is None:
+                self._places.append(None)
+                continue
+            begin = sizes.get(grad.dtype, 0)
+            self._places.append((grad.dtype, grad.shape, begin))
+            sizes[grad.dtype] = begin + -(-grad.numel() // 64) * 64
+        device = next(grad.device for grad in grads if grad is not None)
+        self._boxes = {dtype: mailbox.flat("gradients", size, dtype, device) for dtype, size in sizes.items()}
+
+    def put(self, grads: Sequence[torch.Tensor | None]) -> None:
+        sources = [grad for grad in grads if grad is not None]
+        targets = [part for part in self._parts(self._boxes) if part is not None]
+        torch._foreach_copy_(targets, sources)
+
+    def delivered(self) -> list[torch.Tensor | None]:
+        return self._parts({dtype: box.clone() for dtype, box in self._boxes.items()})
+
+    def _parts(self, boxes: Mapping[torch.dtype, torch.Tensor]) -> list[torch.Tensor | None]:
+        return [
+            None if place is None else boxes[place[0]].as_strided(place[1], _dense(place[1]), place[2])
+            for place in self._places
+        ]
+
+
+def _dense(shape: torch.Size) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
+
+
+class _Replayed(torch.autograd.Function):
+    """Inputs: the recording, the arguments that need gradients, the trained parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: Captured, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.captured, ctx.use = captured, captured.open_use()
+        ctx.save_for_backward(_TENSOR)  # a second backward without retain_graph raises what it raises anywhere
+        outputs = captured.replay()
+        kept = captured.differentiable(outputs)
+        ctx.mark_non_differentiable(*(y for y in outputs if all(y is not one for one in kept)))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.saved_tensors  # noqa: B018
+        grads = ctx.captured.backward(grad_outputs)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.use.end()
+        return (None, *grads)
+
+
+@contextlib.contextmanager
+def _aliased(trained: Sequence[Trained]) -> Iterator[list[nn.Parameter]]:
+    """Gives the unit aliases of its parameters, which have autograd nodes of their own.
+
+    The node that accumulates a parameter's gradient belongs to the stream on which the parameter was first used, and a
+    recording must not wait for another stream.
+    """
+    originals = [each.now() for each in trained]
+    aliases = [nn.Parameter(parameter.detach()) for parameter in originals]
+    try:
+        for each, alias in zip(trained, aliases, strict=True):
+            each.parameters[each.name] = alias
+        yield aliases
+    finally:
+        for each, original in zip(trained, originals, strict=True):
+            each.parameters[each.name] = original
+
+
+@contextlib.contextmanager
+def _uncounted(module: nn.Module) -> Iterator[list[tuple[Any, int, int]]]:
+    """Yields a list that is filled with the calls of served modules inside, which are not counted themselves."""
+    states = [part.__dict__.get(STATE) for part in module.modules() if part is not module]
+    before = [(s.calls, s.calls.served, s.calls.collected) for s in states if isinstance(s, Served)]
+    counted: list[tuple[Any, int, int]] = []
+    try:
+        yield counted
+    finally:
+        for calls, served, collected in before:
+            counted.append((calls, calls.served - served, calls.collected - collected))
+            calls.served, calls.collected = served, collected
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """A weight's cast that a recording makes is memory of the recording, which later operations must not find."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)

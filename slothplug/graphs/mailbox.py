@@ -1,0 +1,50 @@
+"""Memory at fixed addresses through which tensors enter and leave recordings.
+
+Nothing that a caller gets is memory of a recording, and nothing that a recording reads is the caller's: values are
+copied in before a replay and out after it. The boxes are shared by all units of a model, since each is emptied before
+the next unit runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+
+import torch
+
+
+class Mailbox:
+    """The boxes of one device."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[Hashable, torch.Tensor] = {}
+        self._loaded: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def box(self, purpose: Hashable, like: torch.Tensor) -> torch.Tensor:
+        """The box for tensors of the shape, strides and dtype of ``like``; its address never changes."""
+        key = purpose, like.shape, like.stride(), like.dtype
+        if key not in self._boxes:
+            self._boxes[key] = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+            )
+        return self._boxes[key]
+
+    def flat(self, purpose: Hashable, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A box of ``size`` elements."""
+        key = purpose, size, dtype, device
+        if key not in self._boxes:
+            self._boxes[key] = torch.empty(size, dtype=dtype, device=device)
+        return self._boxes[key]
+
+    def load(self, boxes: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Copies each tensor into its box; those that are there already, unchanged, are not copied again."""
+        for box, tensor in zip(boxes, tensors, strict=True):
+            known = self._loaded.get(id(box))
+            if known is not None and known[0]() is tensor and known[1] == tensor._version:
+                continue
+            box.copy_(tensor.detach())
+            self._loaded[id(box)] = weakref.ref(tensor), tensor._version
+
+    def forget(self) -> None:
+        """Every tensor is to be copied again: a version does not tell of writes through ``.data`` between two calls."""
+        self._loaded.clear()

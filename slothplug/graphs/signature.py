@@ -1,0 +1,80 @@
+"""What a unit's call is made of: tensors, whose values may change between calls, and all the rest, which is the key.
+
+Two calls of equal signatures launch the same kernels, as far as that depends on the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from slothplug.patching.predicates import plain
+from slothplug.patching.sites import Refusal
+
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class Signature(NamedTuple):
+    """A call's arguments, taken apart.
+
+    Attributes:
+        key: structure, constants, and of each tensor shape, strides, dtype, device and ``requires_grad``.
+        tensors: in the order of the structure.
+    """
+
+    key: Hashable
+    tensors: list[torch.Tensor]
+
+
+def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | Refusal:
+    """The signature of a call; a refusal where an argument is neither a plain tensor nor a constant."""
+    tensors: list[torch.Tensor] = []
+    key: list[Hashable] = []
+    for name, value in (*enumerate(args), *kwargs.items()):
+        part = _part(value, tensors)
+        if part is None:
+            kind = type(value).__name__
+            hint = "; use_cache=False avoids it" if "Cache" in kind else ""
+            return Refusal(f"its argument {name!r} is or holds a {kind}, which cannot be recorded{hint}")
+        key.append((name, part))
+    return Signature(tuple(key), tensors)
+
+
+def _part(value: Any, tensors: list[torch.Tensor]) -> Hashable:
+    """What stands for ``value`` in a key, or None; its tensors are appended to ``tensors``."""
+    if plain(value):
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    if isinstance(value, _CONSTANTS):
+        return type(value), value
+    if type(value) in (tuple, list):
+        parts = tuple(_part(item, tensors) for item in value)
+        return None if None in parts else (type(value), parts)
+    return None
+
+
+def put_together(
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Iterable[torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with ``tensors`` in place of their own, in the order of ``take_apart``."""
+    remaining = iter(tensors)
+    return (
+        tuple(mapped(value, lambda _: next(remaining)) for value in args),
+        {name: mapped(value, lambda _: next(remaining)) for name, value in kwargs.items()},
+    )
+
+
+def is_recordable(value: Any) -> bool:
+    """Whether what a unit returns is made of tensors, constants, tuples and lists."""
+    return _part(value, []) is not None
+
+
+def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with every tensor in it replaced by what ``function`` makes of it."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(item, function) for item in value)
+    return value

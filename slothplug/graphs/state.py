@@ -1,0 +1,216 @@
+"""What the units of one patched model share: memory, the sessions in which they were recorded, and who uses them now.
+
+The recordings of one session are made in one call of the model and its backward. What a forward saves for its backward
+lies in memory of the pool that is held while the session is being made, so within a session nothing overlaps that is
+alive at one time, in whatever order the backward runs. Sessions overlap each other: at most one call of the model, with
+the backward that belongs to it, uses recordings at a time, and every other call runs eagerly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+import torch
+
+from slothplug.graphs.mailbox import Mailbox
+from slothplug.graphs.recorder import CudaRecorder, Recorder
+from slothplug.patching.eligibility import Binding
+from slothplug.patching.forward_context import ForwardContext
+from slothplug.patching.model_context import SharedState
+from slothplug.patching.sites import Refusal
+from slothplug.settings import Settings
+
+if TYPE_CHECKING:
+    from slothplug.graphs.captured import Captured
+
+# Keys that are counted and not recorded yet: lengths vary in training.
+_KEYS_COUNTED = 1024
+
+make_recorder = CudaRecorder
+"""Makes the recorder of a device; tests put another one here."""
+
+
+class Use:
+    """A replayed forward whose backward may still come. It ends with that backward, or when autograd drops the node."""
+
+    __slots__ = ("__weakref__", "_ended", "_state")
+
+    def __init__(self, state: GraphState) -> None:
+        self._state, self._ended = state, False
+        state.open_uses += 1
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._state.open_uses -= 1
+
+    def is_open(self) -> bool:
+        return not self._ended
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class Session:
+    """The recordings made in one call of the model.
+
+    Attributes:
+        binding: the state of the model that they hold for. The model owns it, and refers to this.
+        captured: by unit and key of the unit's call.
+        refused: why a unit could not be recorded, by the same.
+        recording: True until the next call of the model begins.
+        last: place of the unit that was replayed last in the call in progress. Temporary tensors of a forward may lie
+            where a later one saves, so units are replayed in the order in which they were recorded.
+    """
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = weakref.ref(binding)
+        self.captured: dict[Hashable, Captured] = {}
+        self.refused: dict[Hashable, Refusal] = {}
+        self.recording = True
+        self.last = -1
+
+    def close(self) -> None:
+        """Gives the memory of saved tensors back to the pool, for the next session."""
+        self.recording = False
+        for captured in self.captured.values():
+            captured.release()
+
+
+class GraphState(SharedState):
+    """Sessions and counters of one patched model.
+
+    Attributes:
+        takes_use_cache: whether the model's forward has a parameter ``use_cache``.
+        open_uses: replayed forwards whose backward may still come; all are of one call of the model.
+        sessions: by the key of the first unit that was called; the one used least recently comes first.
+        replays: forwards replayed.
+        reasons: calls of units that ran eagerly, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.settings = Settings()
+        self.takes_use_cache = False
+        self.open_uses = 0
+        self.replays = 0
+        self.reasons: Counter[str] = Counter()
+        self.sessions: OrderedDict[Hashable, Session] = OrderedDict()
+        self._met: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+        self._largest = 0
+        self._recorders: dict[torch.device, Recorder] = {}
+        self._mailboxes: dict[torch.device, Mailbox] = {}
+
+    def begin(self, forward: ForwardContext) -> None:
+        given = forward.keywords
+        trains = forward.labels is not None and torch.is_grad_enabled()
+        if self.takes_use_cache and trains and given.get("use_cache") is None and given.get("past_key_values") is None:
+            # A step needs no keys and values of earlier tokens, and layers that are given a cache cannot be recorded.
+            given["use_cache"] = False
+        if not self.open_uses:
+            for session in self.sessions.values():
+                session.last = -1
+                if session.recording:
+                    session.close()
+            for mailbox in self._mailboxes.values():
+                mailbox.forget()
+
+    def session_of(self, forward: ForwardContext, key: Hashable, x: torch.Tensor) -> Session | None:
+        """The session that serves a call of the model; a new one if ``key`` has recurred; None if units run eagerly.
+
+        Args:
+            key: of the first unit that is called.
+            x: the first tensor that unit is called with.
+        """
+        if self not in forward.notes:
+            forward.notes[self] = self._choose(forward, (key, _process_switches()), x)
+        chosen: Session | None = forward.notes[self]
+        return chosen
+
+    def _choose(self, forward: ForwardContext, key: Hashable, x: torch.Tensor) -> Session | None:
+        if self.open_uses:
+            self.reasons["the backward of an earlier call is still to come"] += 1
+            return None
+        binding = forward.binding
+        assert binding is not None
+        session = self.sessions.get(key)
+        if session is not None and session.binding() is not binding:
+            del self.sessions[key]
+            session = None
+        if session is None:
+            self._leave_room_for(x)
+            if not self._recurs(key, x.device):
+                self._measure(forward, key, x.device)
+                return None
+            session = self.sessions[key] = Session(binding)
+            if len(self.sessions) > self.settings.graph_shapes:
+                self.sessions.popitem(last=False)
+        self.sessions.move_to_end(key)
+        return session
+
+    def _leave_room_for(self, x: torch.Tensor) -> None:
+        """Before more elements than ever run eagerly, recordings go: without them there would be their memory, too."""
+        if x.numel() > self._largest:
+            self._largest = x.numel()
+            self.sessions.clear()
+
+    def _recurs(self, key: Hashable, device: torch.device) -> bool:
+        """Whether a session is to be made: ``key`` was met often enough, and the memory is there."""
+        met, size = self._met.pop(key, (0, 0))
+        self._met[key] = met + 1, size
+        if len(self._met) > _KEYS_COUNTED:
+            self._met.popitem(last=False)
+        if met < self.settings.graph_after:
+            self.reasons["shapes that had not recurred yet"] += 1
+            return False
+        if not self.recorder(device).make_room(size):
+            self.reasons["not enough memory on the device for recordings beside the run"] += 1
+            return False
+        self._met[key] = 0, size  # recorded anew only after it has recurred again
+        return True
+
+    def _measure(self, forward: ForwardContext, key: Hashable, device: torch.device) -> None:
+        """Notes how much memory an eager forward holds for its backward: about what its recordings will hold."""
+        recorder = self.recorder(device)
+        before = recorder.allocated_bytes()
+
+        def measured() -> None:
+            met, _ = self._met.get(key, (0, 0))
+            self._met[key] = met, max(0, recorder.allocated_bytes() - before)
+
+        forward.at_end.append(measured)
+
+    def recorder(self, device: torch.device) -> Recorder:
+        if device not in self._recorders:
+            self._recorders[device] = make_recorder(device)
+        return self._recorders[device]
+
+    def mailbox(self, device: torch.device) -> Mailbox:
+        return self._mailboxes.setdefault(device, Mailbox())
+
+    def lines(self) -> list[str]:
+        """Sentences for the report."""
+        shapes = len(self.sessions)
+        units = max((len(session.captured) for session in self.sessions.values()), default=0)
+        held = sum(recorder.held_bytes() for recorder in self._recorders.values()) / 2**30
+        eager = [f"graphs: {count} calls of layers ran eagerly: {why}" for why, count in self.reasons.items()]
+        summary = f"graphs: {units} layers recorded for {shapes} shapes, {held:.2f} GiB held, {self.replays} replays"
+        return [summary, *eager]
+
+
+def _process_switches() -> tuple[bool | str, ...]:
+    """What the process has set that chooses kernels."""
+    cuda = torch.backends.cuda
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    )

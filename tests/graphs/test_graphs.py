@@ -1,0 +1,524 @@
+"""Steps whose layers are replayed equal eager patched steps to the bit; a change between two calls is noticed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+from torch.nn import functional
+
+import slothplug
+from slothplug.graphs.recorder import CudaRecorder
+from slothplug.graphs.state import GraphState
+from slothplug.patching.private_class import is_patched
+from slothplug.patching.report import Report
+from slothplug.patching.served import STATE, Served
+from tests.graphs.replaying import RunsAgain
+from tests.patching.device import DEVICE
+from tests.patching.lora_models import IDS, LAYERS, layer, model
+
+Outcome = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]
+OTHER = IDS[:, :7].contiguous()
+ON = {"graphs": "auto"}
+
+
+def twins(**config: Any) -> tuple[PeftModel, PeftModel, Report]:
+    """Two equal patched models, the first with graphs, and the first one's report."""
+    graphed = model(**config).to(DEVICE)
+    eager = copy.deepcopy(graphed)
+    slothplug.patch(eager)
+    return graphed, eager, slothplug.patch(graphed, ON)
+
+
+def state_of(one: nn.Module) -> GraphState:
+    states = (part.__dict__.get(STATE) for part in one.modules())
+    return next(s.shared for s in states if isinstance(s, Served) and s.op == "graphs")
+
+
+def replays(one: nn.Module) -> int:
+    return state_of(one).replays
+
+
+def generator() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if DEVICE == "cuda" else torch.get_rng_state()
+
+
+def step(one: nn.Module, ids: torch.Tensor = IDS, zero: bool = True, **options: Any) -> Outcome:
+    if zero:
+        one.zero_grad()
+    torch.manual_seed(3)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=options.pop("autocast", False)):
+        loss = one(input_ids=ids, labels=ids, **options).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}, generator()
+
+
+def assert_same(ours: Outcome, theirs: Outcome) -> None:
+    assert torch.equal(ours[0], theirs[0])
+    assert ours[1].keys() == theirs[1].keys()
+    assert [name for name in theirs[1] if not torch.equal(ours[1][name], theirs[1][name])] == []
+    assert torch.equal(ours[2], theirs[2])
+
+
+def move(one: nn.Module) -> None:
+    """An optimizer's step."""
+    with torch.no_grad():
+        for parameter in one.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def train(graphed: nn.Module, eager: nn.Module, steps: int, **options: Any) -> None:
+    for _ in range(steps):
+        assert_same(step(graphed, **options), step(eager, **options))
+        move(graphed)
+        move(eager)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_steps_are_equal_to_the_bit(kind: str, dropout: float, autocast: bool) -> None:
+    graphed, eager, report = twins(kind=kind, lora_dropout=dropout)
+    train(graphed, eager, 5, autocast=autocast)
+    assert replays(graphed) == 3 * LAYERS
+    lora = [site for site in report.fused if site.op == "lora"]
+    assert {site.calls.served for site in lora} == {5}
+    assert f"graphs: {LAYERS} layers recorded for 1 shapes" in str(report)
+
+
+def test_lengths_that_recur_are_recorded_and_others_run_eagerly() -> None:
+    graphed, eager, report = twins()
+    for length in (10, 7, 10, 5, 10, 7, 4, 10, 7):
+        ids = IDS[:, :length].contiguous()
+        assert_same(step(graphed, ids), step(eager, ids))
+    assert replays(graphed) == 3 * LAYERS  # the third and fourth of 10, the third of 7
+    assert "6 calls of layers ran eagerly: shapes that had not recurred yet" in str(report)
+
+
+def test_the_shapes_used_least_recently_go() -> None:
+    graphed, eager = model().to(DEVICE), model().to(DEVICE)
+    slothplug.patch(eager)
+    slothplug.patch(graphed, {**ON, "graph_shapes": 1, "graph_after": 1})
+    for ids, expected in ((IDS, 0), (IDS, 1), (OTHER, 1), (OTHER, 2), (IDS, 2), (IDS, 3), (IDS, 4)):
+        assert_same(step(graphed, ids), step(eager, ids))
+        assert replays(graphed) == expected * LAYERS
+
+
+class TestGradients:
+    def test_accumulate_over_micro_batches(self) -> None:
+        graphed, eager, _ = twins()
+        for _ in range(3):
+            for micro in range(4):
+                assert_same(step(graphed, zero=not micro), step(eager, zero=not micro))
+        assert replays(graphed) == 10 * LAYERS
+
+    def test_that_are_kept_or_changed_stay_the_callers(self) -> None:
+        graphed, eager, _ = twins()
+        train(graphed, eager, 4)
+        step(graphed)
+        kept = {name: p.grad for name, p in graphed.named_parameters() if p.grad is not None}
+        values = {name: grad.clone() for name, grad in kept.items()}
+        graphed.zero_grad()
+        torch.nn.utils.clip_grad_norm_(graphed.parameters(), 1e-3)
+        step(graphed, IDS.flip(0))
+        assert all(torch.equal(kept[name], values[name]) for name in kept)
+        for grad in kept.values():
+            grad.zero_()
+        assert_same(step(graphed), step(eager))
+
+    def test_of_two_backwards_through_one_graph(self) -> None:
+        graphed, eager, _ = twins()
+        train(graphed, eager, 4)
+        grads = []
+        for one in (graphed, eager):
+            one.zero_grad()
+            loss = one(input_ids=IDS, labels=IDS).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+            grads.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                loss.backward()
+        assert all(map(torch.equal, *grads))
+        train(graphed, eager, 2)
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_of_two_forwards_before_a_backward(self, order: tuple[int, int]) -> None:
+        graphed, eager, report = twins()
+        train(graphed, eager, 4)
+        grads = []
+        for one in (graphed, eager):
+            one.zero_grad()
+            losses = [one(input_ids=ids, labels=ids).loss for ids in (IDS, OTHER)]
+            for index in order:
+                losses[index].backward()
+            grads.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+        assert all(map(torch.equal, *grads))
+        assert "the backward of an earlier call is still to come" in str(report)
+        train(graphed, eager, 2)
+
+    def test_of_the_recorded_forward_whose_backward_comes_late(self) -> None:
+        graphed, eager, _ = twins()
+        train(graphed, eager, 2)
+        grads = []
+        for one in (graphed, eager):
+            one.zero_grad()
+            losses = [one(input_ids=IDS, labels=IDS).loss for _ in range(2)]  # the first is recorded
+            losses[1].backward()
+            losses[0].backward()
+            grads.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+        assert all(map(torch.equal, *grads))
+        train(graphed, eager, 4)
+
+    def test_of_a_part_of_the_model(self) -> None:
+        graphed, eager, _ = twins()
+        train(graphed, eager, 4)
+        grads = []
+        for one in (graphed, eager):
+            loss = one(input_ids=IDS, labels=IDS).loss
+            last = layer(one, f"layers.{LAYERS - 1}.mlp.down_proj").lora_B["default"].weight
+            grads.append(torch.autograd.grad(loss, last)[0])
+            del loss
+        assert torch.equal(*grads)
+        train(graphed, eager, 2)
+
+
+def add(one: PeftModel) -> None:
+    torch.manual_seed(1)
+    one.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    one.to(DEVICE)
+    one.set_adapter("other")
+
+
+def q(one: nn.Module) -> Any:
+    return layer(one, "layers.1.self_attn.q_proj")
+
+
+def new_weight(one: nn.Module) -> None:
+    q(one).base_layer.weight.data = q(one).base_layer.weight.data * 2
+
+
+def new_stock_weight(one: nn.Module) -> None:
+    norm = layer(one, "layers.1.input_layernorm")
+    norm.weight = nn.Parameter(norm.weight.detach() * 2)
+
+
+def twice(one: nn.Module) -> None:
+    q(one).register_forward_hook(lambda module, args, output: output * 2)
+
+
+def twice_in_backward(one: nn.Module) -> None:
+    q(one).lora_B["default"].register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 2,))
+
+
+def scale(one: nn.Module) -> None:
+    q(one).scaling["default"] = 3.0
+
+
+def freeze(one: nn.Module) -> None:
+    q(one).lora_A["default"].weight.requires_grad_(False)
+
+
+def thaw(one: nn.Module) -> None:
+    layer(one, "layers.1.input_layernorm").weight.requires_grad_(True)
+
+
+def double_precision_norm(one: nn.Module) -> None:
+    layer(one, "layers.0.input_layernorm").to(torch.bfloat16)
+
+
+def other_attention_scaling(one: nn.Module) -> None:
+    layer(one, "layers.1.self_attn").scaling = 0.9
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "set_adapter": add,
+    "scaling": scale,
+    "weight data": new_weight,
+    "norm weight": new_stock_weight,
+    "forward hook": twice,
+    "backward hook": twice_in_backward,
+    "frozen": freeze,
+    "trained": thaw,
+    "eval": lambda one: one.eval(),
+    "dtype of a norm": double_precision_norm,
+    "attribute": other_attention_scaling,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_two_calls_is_noticed(name: str) -> None:
+    graphed, eager, _ = twins(lora_dropout=0.2)
+    train(graphed, eager, 4)
+    for one in (graphed, eager):
+        CHANGES[name](one)
+    before = replays(graphed)
+    assert_same(step(graphed), step(eager))
+    assert replays(graphed) == before
+    train(graphed, eager, 4)
+
+
+def test_adapters_that_are_disabled_for_a_call() -> None:
+    graphed, eager, _ = twins()
+    for _ in range(4):
+        train(graphed, eager, 1)
+        logits = []
+        for one in (graphed, eager):
+            with one.disable_adapter(), torch.no_grad():
+                logits.append(one(input_ids=IDS).logits.clone())
+        assert torch.equal(*logits)
+
+
+def test_adapters_that_are_merged_for_an_evaluation() -> None:
+    graphed, eager, _ = twins()
+    for _ in range(4):
+        train(graphed, eager, 1)
+        for change in ("merge_adapter", "unmerge_adapter"):
+            logits = []
+            for one in (graphed, eager):
+                getattr(one, change)()
+                with torch.no_grad():
+                    logits.append(one(input_ids=IDS).logits.clone())
+            assert torch.equal(*logits)
+
+
+def test_an_evaluation_between_two_steps() -> None:
+    graphed, eager, _ = twins(lora_dropout=0.2)
+    for _ in range(5):
+        train(graphed, eager, 1)
+        outputs = []
+        for one in (graphed, eager):
+            one.eval()
+            with torch.no_grad():
+                outputs.append(one(input_ids=OTHER).logits.clone())
+            one.train()
+        assert torch.equal(*outputs)
+
+
+def test_a_step_builds_no_key_value_cache_unless_it_is_asked_for() -> None:
+    graphed, eager, _ = twins()
+    graphed.config.use_cache = eager.config.use_cache = True
+    train(graphed, eager, 4)
+    assert replays(graphed) == 2 * LAYERS
+    assert graphed(input_ids=IDS, labels=IDS).past_key_values is None
+    assert graphed(input_ids=IDS, labels=IDS, use_cache=True).past_key_values is not None
+    with torch.no_grad():
+        assert graphed(input_ids=IDS).past_key_values is not None
+    assert any("Cache" in reason for reason in state_of(graphed).reasons)
+
+
+def test_evaluations_without_gradients_are_replayed() -> None:
+    graphed, eager, _ = twins()
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(graphed(input_ids=IDS).logits, eager(input_ids=IDS).logits)
+    assert replays(graphed) == 2 * LAYERS
+
+
+def test_an_output_is_the_callers_to_keep() -> None:
+    graphed, _, _ = twins()
+    with torch.no_grad():
+        kept = [graphed(input_ids=IDS, output_hidden_states=True).hidden_states for _ in range(4)]
+        values = [[state.clone() for state in states] for states in kept]
+        graphed(input_ids=IDS.flip(0))
+    assert all(torch.equal(a, b) for x, y in zip(kept, values, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant: bool) -> None:
+    graphed, eager, _ = twins(lora_dropout=0.2)
+    for one in (graphed, eager):
+        one.enable_input_require_grads()
+        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    train(graphed, eager, 5)
+
+
+class Fails(RunsAgain):
+    """A recorder on whose device nothing can be recorded."""
+
+    def record(self, function: Callable[[], None]) -> Any:
+        torch.rand(3)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slothplug.graphs.state.make_recorder", Fails)
+    graphed, eager, _ = twins(lora_dropout=0.3)
+    train(graphed, eager, 6)
+    assert replays(graphed) == 0
+    reason = "cannot be recorded: RuntimeError: operation not permitted when stream is capturing"
+    assert state_of(graphed).reasons[reason] == 4 * LAYERS
+
+
+class FailsBackward(CudaRecorder if DEVICE == "cuda" else RunsAgain):  # type: ignore[misc]
+    def record(self, function: Callable[[], None]) -> Any:
+        if function.__name__ == "_run_backward":
+            raise RuntimeError("no backward")
+        return super().record(function)
+
+
+class Full(RunsAgain):
+    """A recorder on a device without memory to spare."""
+
+    def make_room(self, size: int) -> bool:
+        return False
+
+
+def test_nothing_is_recorded_where_the_memory_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slothplug.graphs.state.make_recorder", Full)
+    graphed, eager, _ = twins()
+    train(graphed, eager, 5)
+    assert replays(graphed) == 0
+    assert any("memory" in reason for reason in state_of(graphed).reasons)
+
+
+def test_a_longer_sequence_than_ever_finds_the_memory_of_the_recordings() -> None:
+    graphed, eager, _ = twins()
+    short = IDS[:, :4].contiguous()
+    for _ in range(4):
+        assert_same(step(graphed, short), step(eager, short))
+    assert replays(graphed) == 2 * LAYERS
+    assert_same(step(graphed), step(eager))
+    assert not state_of(graphed).sessions
+    for _ in range(4):
+        assert_same(step(graphed, short), step(eager, short))
+    assert replays(graphed) == 4 * LAYERS
+
+
+def test_a_unit_that_returns_something_else_than_tensors_runs_eagerly() -> None:
+    class Output(dict):  # type: ignore[type-arg]
+        pass
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor) -> Output:
+            return Output(x=self.norm(x))
+
+    Unit.forward.__module__ = "transformers.models.unit"  # a framework's code, which changes no model inside a call
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Unit(), Unit()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for unit in self.layers:
+                x = unit(x)["x"]
+            return x
+
+    Model.forward.__module__ = Unit.forward.__module__
+    one = Model()
+    slothplug.patch(one, {**ON, "ops": ["rms_norm"]})
+    x = torch.randn(2, 3, 16)
+    first = one(x)
+    for _ in range(4):
+        assert torch.equal(one(x), first)
+    assert state_of(one).reasons["cannot be recorded: TypeError: its forward returns a Output"] == 3 * 2
+
+
+def test_a_backward_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slothplug.graphs.state.make_recorder", FailsBackward)
+    graphed, eager, report = twins()
+    train(graphed, eager, 6)
+    assert "its backward cannot be recorded: no backward" in str(report)
+
+
+class TestLifecycle:
+    def test_undo(self) -> None:
+        graphed, eager, report = twins()
+        train(graphed, eager, 4)
+        report.undo()
+        assert not any(is_patched(part) for part in graphed.modules())
+
+    def test_of_a_with_block(self) -> None:
+        one = model().to(DEVICE)
+        with slothplug.fast_kernels(one, ON):
+            for _ in range(4):
+                step(one)
+        assert not any(is_patched(part) for part in one.modules())
+
+    def test_a_copy_records_for_itself(self) -> None:
+        graphed, eager, _ = twins()
+        train(graphed, eager, 4)
+        duplicate = copy.deepcopy(graphed)
+        train(duplicate, graphed, 5)
+        assert replays(duplicate) == 3 * LAYERS
+
+    def test_a_pickle_holds_nothing_of_it(self) -> None:
+        graphed, eager, _ = twins()
+        train(graphed, eager, 4)
+        assert not any(is_patched(part) for part in pickle.loads(pickle.dumps(graphed)).modules())
+
+    def test_a_deleted_models_memory_goes_with_its_last_reference(self) -> None:
+        graphed, eager, report = twins()
+        train(graphed, eager, 4)
+        weight = weakref.ref(q(graphed).base_layer.weight)
+        held = weakref.ref(state_of(graphed))
+        gc.collect()
+        gc.disable()
+        try:
+            del graphed
+            assert weight() is None
+            assert held() is None
+        finally:
+            gc.enable()
+        assert "graphs" not in str(report)
+
+    def test_patching_twice_changes_nothing(self) -> None:
+        graphed, eager, _ = twins()
+        train(graphed, eager, 3)
+        slothplug.patch(graphed, ON)
+        train(graphed, eager, 4)
+
+    def test_off(self) -> None:
+        one = model().to(DEVICE)
+        report = slothplug.patch(one)
+        assert not any(isinstance(s := p.__dict__.get(STATE), Served) and s.op == "graphs" for p in one.modules())
+        assert "graphs" not in str(report)
+
+
+@pytest.mark.gpu
+def test_a_unit_that_waits_for_the_device_runs_eagerly_and_spoils_nothing() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(self.norm(x), 0.5) * (1.0 if x.sum().item() else 2.0)
+
+    Unit.forward.__module__ = "transformers.models.unit"
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Unit(), Unit()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x))
+
+    Model.forward.__module__ = Unit.forward.__module__
+    stock = Model()
+    one = copy.deepcopy(stock)
+    slothplug.patch(one, {**ON, "ops": ["rms_norm"]})
+    x = torch.randn(2, 3, 16)
+    for _ in range(5):
+        outputs = []
+        for each in (one, stock):
+            torch.manual_seed(1)
+            outputs.append(each(x))
+        torch.testing.assert_close(*outputs)
+    assert replays(one) == 0
+    assert any(reason.startswith("cannot be recorded") for reason in state_of(one).reasons)
+    train(*twins(lora_dropout=0.2)[:2], 4)
