@@ -55,6 +55,8 @@ def one_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     AcceleratorState._reset_state()
     torch._dynamo.reset()
+    # Accelerate lets float32 products be TF32 on a GPU where it compiles without mixed precision.
+    torch.set_float32_matmul_precision("highest")
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
