@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slothplug.graphs import checkpointed
 from slothplug.graphs import state as graph_state
 from slothplug.graphs.facts import bind
 from slothplug.graphs.forward import fast_unit
@@ -29,6 +30,8 @@ from slothplug.patching.report import Report
 from slothplug.patching.served import STATE, Calls, Served
 
 NAME = "graphs"
+
+_MEMBERS = ((checkpointed.NAME, checkpointed.CheckpointingFunction()),)
 
 
 @hookimpl
@@ -51,7 +54,7 @@ def slothplug_after_patch(model: nn.Module, report: Report) -> None:
         served: Served[Any, Any] = Served(
             NAME, name, None, _no_kernel, device_of(unit).type, original, context, state, Calls(), bind
         )
-        take(unit, lambda base: with_forward(base, fast_unit), served)  # type: ignore[arg-type]
+        take(unit, lambda base: with_forward(base, fast_unit, _MEMBERS), served)  # type: ignore[arg-type]
     said = weakref.WeakMethod(state.lines)  # a report outlives its model
     report.live.append(lambda: say() if (say := said()) is not None else [])
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from slothplug.graphs.signature import is_recordable, mapped, put_together
+from slothplug.graphs.facts import Trained
+from slothplug.graphs.signature import PLACEHOLDER, is_recordable, mapped, put_together, skeleton
 from slothplug.graphs.state import GraphState, Session, Use
 from slothplug.kernels.once_differentiable import once_differentiable
 from slothplug.patching.forward_context import recorded_call
@@ -19,21 +21,27 @@ from slothplug.patching.served import STATE, Served
 Value = TypeVar("Value")
 
 
-class Trained(NamedTuple):
-    """A parameter of a unit that requires grad, by the dictionary of its module and its name."""
+class Purpose(enum.Enum):
+    """What a unit's forward is recorded for.
 
-    parameters: dict[str, Any]
-    name: str
+    Attributes:
+        CALL: its backward is replayed in the backward of the model.
+        FIRST_PASS: under checkpointing, where nothing that it saves is kept.
+        RECOMPUTE: its backward is replayed next; what it saves is alive at no other time.
+    """
 
-    def now(self) -> nn.Parameter:
-        parameter: nn.Parameter = self.parameters[self.name]
-        return parameter
+    CALL = enum.auto()
+    FIRST_PASS = enum.auto()
+    RECOMPUTE = enum.auto()
 
 
 class Captured:
     """The recordings of one unit for one key.
 
     A recording does not refer to the unit, whose state refers to it.
+
+    Attributes:
+        draws: False once a replay of the forward is known to draw no random number.
     """
 
     def __init__(
@@ -43,8 +51,8 @@ class Captured:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
-        trained: Sequence[Trained],
         session: Session,
+        purpose: Purpose,
     ) -> None:
         """Records the forward for arguments of these structure, constants and tensors.
 
@@ -54,12 +62,13 @@ class Captured:
         state = served.shared
         self._owner = weakref.ref(state)
         self._session = weakref.ref(session)
+        self._purpose, self.draws = purpose, True
         self._place = len(session.captured)
         self._module = weakref.ref(module)
-        self._args, self._kwargs = _skeleton(tuple(args)), {name: _skeleton(value) for name, value in kwargs.items()}
+        self._args, self._kwargs = skeleton(tuple(args)), {name: skeleton(value) for name, value in kwargs.items()}
         self._grad = torch.is_grad_enabled()
         self._needs_grad = [self._grad and tensor.requires_grad for tensor in tensors]
-        self._trained = list(trained) if self._grad else []
+        self._trained = session.facts_of(served).trained if self._grad else ()
         self._device = tensors[0].device
         self._mailbox, self._recorder = state.mailbox(self._device), state.recorder(self._device)
         self._boxes = [self._mailbox.box(("argument", i), tensor) for i, tensor in enumerate(tensors)]
@@ -75,6 +84,8 @@ class Captured:
         self._replay_backward: Any = None
         self._grad_boxes = [self._mailbox.box(("grad_output", i), y) for i, y in enumerate(self._delivered)]
         self._grads: _Gradients | None = None
+        if purpose is Purpose.FIRST_PASS:
+            self._drop_saved()
 
     def _state(self) -> GraphState:
         state = self._owner()
@@ -84,23 +95,20 @@ class Captured:
     def is_free(self) -> bool:
         """Whether no backward of an earlier replay may still come, and no later unit was replayed in this call."""
         session, use = self._session(), None if self._use is None else self._use()
-        return (use is None or not use.is_open()) and session is not None and session.last < self._place
+        in_order = self._purpose is Purpose.RECOMPUTE or (session is not None and session.last < self._place)
+        return in_order and (use is None or not use.is_open())
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the unit's forward returns for arguments with these tensors."""
-        self._mailbox.load(self._boxes, tensors)
-        session = self._session()
-        assert session is not None
-        session.last = self._place
-        self._state().replays += 1
         if self._grad:
             inputs = [tensor for tensor, needed in zip(tensors, self._needs_grad, strict=True) if needed]
-            outputs = _Replayed.apply(self, *inputs, *(each.now() for each in self._trained))
+            outputs = _Replayed.apply(self, tensors, *inputs, *(each.now() for each in self._trained))
         else:
-            outputs = self.replay()
-        for calls, served, collected in self._counted:
-            calls.served += served
-            calls.collected += collected
+            outputs = self.replay(tensors)
+        return self.returned(outputs)
+
+    def returned(self, outputs: Iterable[torch.Tensor]) -> Any:
+        """What the unit's forward returns if these are the tensors in it."""
         remaining = iter(outputs)
         return mapped(self._structure, lambda _: next(remaining))
 
@@ -108,10 +116,22 @@ class Captured:
         """Those of ``values``, one for each output, whose outputs have a gradient."""
         return [value for value, needed in zip(values, self._differentiable, strict=True) if needed]
 
-    def replay(self) -> list[torch.Tensor]:
-        """The outputs, in memory of their own."""
-        self._replay()
+    def replay(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs, in memory of their own, for arguments with these tensors."""
+        self.replay_for_backward(tensors)
         return [box.clone() for box in self._delivered]
+
+    def replay_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Computes what ``backward`` reads."""
+        self._mailbox.load(self._boxes, tensors)
+        session, state = self._session(), self._state()
+        if session is not None and self._purpose is not Purpose.RECOMPUTE:
+            session.last = self._place
+        state.replays += 1
+        self._replay()
+        for calls, served, collected in self._counted:
+            calls.served += served
+            calls.collected += collected
 
     def open_use(self) -> Use:
         use = Use(self._state())
@@ -123,13 +143,15 @@ class Captured:
         self._mailbox.load(self._grad_boxes, grad_outputs)
         if self._replay_backward is None:
             session = self._session()
-            if session is not None and session.recording:
+            if session is not None and (session.recording or self._purpose is Purpose.RECOMPUTE):
                 self._record_backward()
         if self._replay_backward is None:
             self._run_backward()
         else:
             self._replay_backward()
         assert self._grads is not None
+        if self._purpose is Purpose.RECOMPUTE:
+            self._drop_saved()
         return self._grads.delivered()
 
     def _record_backward(self) -> None:
@@ -142,11 +164,16 @@ class Captured:
             self._state().reasons[f"its backward cannot be recorded: {error}"] += 1
 
     def release(self) -> None:
-        """Drops what autograd saved in the recording: its memory goes back to the pool."""
-        self._outputs, self._leaves = [], []
+        """Drops what autograd saved in the recording, and the recording if it has no backward."""
+        self._drop_saved()
         session = self._session()
-        if self._grad and self._replay_backward is None and session is not None:
+        needs_backward = self._grad and self._purpose is not Purpose.FIRST_PASS
+        if needs_backward and self._replay_backward is None and session is not None:
             session.captured = {key: one for key, one in session.captured.items() if one is not self}
+
+    def _drop_saved(self) -> None:
+        """Gives the memory of what autograd saved back to the pool, for other recordings."""
+        self._outputs, self._leaves = [], []
 
     def _run_forward(self) -> None:
         module = self._module()
@@ -170,7 +197,7 @@ class Captured:
         self._counted = counted
         outputs: list[torch.Tensor] = []
         mapped(output, outputs.append)
-        self._structure = _skeleton(output)
+        self._structure = skeleton(output)
         self._outputs = outputs
         self._leaves = [*(t for t, needed in zip(inputs, self._needs_grad, strict=True) if needed), *aliases]
         self._differentiable = [y.requires_grad for y in outputs]
@@ -190,14 +217,6 @@ class Captured:
         if self._grads is None:
             self._grads = _Gradients(grads, self._mailbox)
         self._grads.put(grads)
-
-
-_TENSOR = torch.empty(0)
-"""Stands for a tensor in a structure."""
-
-
-def _skeleton(value: Any) -> Any:
-    return mapped(value, lambda _: _TENSOR)
 
 
 class _Gradients:
@@ -240,13 +259,15 @@ def _dense(shape: torch.Size) -> list[int]:
 
 
 class _Replayed(torch.autograd.Function):
-    """Inputs: the recording, the arguments that need gradients, the trained parameters."""
+    """Inputs: the recording, the arguments' tensors, those of them that need gradients, the trained parameters."""
 
     @staticmethod
-    def forward(ctx: Any, captured: Captured, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, captured: Captured, tensors: Sequence[torch.Tensor], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.captured, ctx.use = captured, captured.open_use()
-        ctx.save_for_backward(_TENSOR)  # a second backward without retain_graph raises what it raises anywhere
-        outputs = captured.replay()
+        ctx.save_for_backward(PLACEHOLDER)  # a second backward without retain_graph raises what it raises anywhere
+        outputs = captured.replay(tensors)
         kept = captured.differentiable(outputs)
         ctx.mark_non_differentiable(*(y for y in outputs if all(y is not one for one in kept)))
         return tuple(outputs)
@@ -258,7 +279,7 @@ class _Replayed(torch.autograd.Function):
         grads = ctx.captured.backward(grad_outputs)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.use.end()
-        return (None, *grads)
+        return (None, None, *grads)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from slothplug.graphs.captured import Trained
 from slothplug.patching.fingerprint import attributes_of
 from slothplug.patching.predicates import plain
 from slothplug.patching.private_class import stock_class
@@ -21,6 +20,17 @@ _STATELESS = (
     nn.Linear, nn.Embedding, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
 )  # fmt: skip
 """Modules whose kernels depend on their parameters and children alone."""
+
+
+class Trained(NamedTuple):
+    """A parameter of a unit that requires grad, by the dictionary of its module and its name."""
+
+    parameters: dict[str, Any]
+    name: str
+
+    def now(self) -> nn.Parameter:
+        parameter: nn.Parameter = self.parameters[self.name]
+        return parameter
 
 
 class UnitFacts(NamedTuple):

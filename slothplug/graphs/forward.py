@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from slothplug.graphs.captured import Captured
+from slothplug.graphs.captured import Captured, Purpose
 from slothplug.graphs.facts import UnitFacts
-from slothplug.graphs.signature import take_apart
+from slothplug.graphs.signature import skeleton, take_apart
 from slothplug.graphs.state import GraphState, Session
-from slothplug.patching.forward_context import current_forward, facts_of
+from slothplug.patching.forward_context import ForwardContext, current_forward, facts_of
 from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
 from slothplug.patching.transforms import why_not_now
@@ -33,24 +34,52 @@ def fast_unit(module: nn.Module, served: GraphServed, /, *args: Any, **kwargs: A
     forward = current_forward(served.context)
     if forward is not None and forward.recorded:
         return served.original(module, *args, **kwargs)
-    found = _recording(module, served, args, kwargs)
+    call = take_call(module, served, args, kwargs)
+    if isinstance(call, Refusal):
+        return _eagerly(call, module, served, args, kwargs)
+    found = _recording(call, forward)
     if isinstance(found, Refusal):
-        if found.reason:
-            served.shared.reasons[found.reason] += 1
-        return served.original(module, *args, **kwargs)
-    captured, tensors = found
-    return captured(tensors)
+        return _eagerly(found, module, served, args, kwargs)
+    return found(call.tensors)
 
 
-def _recording(
-    module: nn.Module, served: GraphServed, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Captured, list[torch.Tensor]] | Refusal:
-    forward, state = current_forward(served.context), served.shared
-    if forward is None:
-        return _OUTSIDE
-    facts = facts_of(served)
-    if not isinstance(facts, UnitFacts):
-        return facts or _DECIDES_ITSELF
+def _eagerly(
+    why: Refusal, module: nn.Module, served: GraphServed, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    served.shared.count(why)
+    return served.original(module, *args, **kwargs)
+
+
+class Call(NamedTuple):
+    """One call of a unit.
+
+    Attributes:
+        key: what the kernels that it launches depend on, beside the unit's facts.
+        autocast_to: the dtype of autocast; None where it is off.
+        tensors: in its arguments, in the order of ``take_apart``.
+    """
+
+    module: nn.Module
+    served: GraphServed
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Hashable
+    autocast_to: torch.dtype | None
+    tensors: list[torch.Tensor]
+
+    def without_tensors(self) -> Call:
+        """This call with another tensor in place of each in its arguments, which is not kept."""
+        args, kwargs = skeleton(self.args), {name: skeleton(value) for name, value in self.kwargs.items()}
+        return self._replace(args=args, kwargs=kwargs, tensors=[])
+
+    def autocast(self) -> torch.autocast:
+        """Autocast as it was at the call."""
+        on = self.autocast_to is not None
+        return torch.autocast(self.served.device_type, dtype=self.autocast_to, enabled=on)
+
+
+def take_call(module: nn.Module, served: GraphServed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Refusal:
+    """The call, where calls like this may be recorded."""
     if refusal := why_not_now() or _why_not_here():
         return refusal
     signature = take_apart(args, kwargs)
@@ -59,23 +88,42 @@ def _recording(
     x = signature.tensors[0] if signature.tensors else None
     if x is None or x.numel() > _MOST_TOKENS * x.shape[-1]:
         return _LARGE
-    ambient = torch.is_grad_enabled(), _autocast(served.device_type)
-    key = served.name, signature.key, ambient
-    session = state.session_of(forward, key, x)
-    if session is None:
-        return Refusal()
+    autocast_to = _autocast_dtype(served.device_type)
+    key = served.name, signature.key, torch.is_grad_enabled(), autocast_to
+    return Call(module, served, args, kwargs, key, autocast_to, signature.tensors)
+
+
+def _recording(call: Call, forward: ForwardContext | None) -> Captured | Refusal:
+    """What is to be replayed for a call."""
+    if forward is not None:
+        current = session_of(call, forward)
+        return current if isinstance(current, Refusal) else recorded(call, current, Purpose.CALL)
+    latest = call.served.shared.session_in_backward() if torch.is_grad_enabled() else None
+    return _OUTSIDE if latest is None else recorded(call, latest, Purpose.RECOMPUTE)
+
+
+def session_of(call: Call, forward: ForwardContext) -> Session | Refusal:
+    """The session that serves the model's call in progress."""
+    facts = facts_of(call.served)
+    if not isinstance(facts, UnitFacts):
+        return facts or _DECIDES_ITSELF
+    return call.served.shared.session_of(forward, call.key, call.tensors[0]) or Refusal()
+
+
+def recorded(call: Call, session: Session, purpose: Purpose) -> Captured | Refusal:
+    """The unit's recordings for a call and a purpose, made now if this is the time for it."""
+    key = call.key, purpose
     captured = session.captured.get(key)
-    if captured is None:
-        if key in session.refused or not session.recording:
-            return session.refused.get(key, _LATER)
-        recorded = _record(module, served, args, kwargs, signature.tensors, facts, session)
-        if isinstance(recorded, Refusal):
-            session.refused[key] = recorded
-            return recorded
-        captured = session.captured[key] = recorded
-    elif not captured.is_free():
-        return _BUSY
-    return captured, signature.tensors
+    if captured is not None:
+        return captured if captured.is_free() else _BUSY
+    if key in session.refused or (purpose is Purpose.CALL and not session.recording):
+        return session.refused.get(key, _LATER)
+    made = _record(call, session, purpose)
+    if isinstance(made, Refusal):
+        session.refused[key] = made
+    else:
+        session.captured[key] = made
+    return made
 
 
 # Llama-3-8B's shape on an H200, LoRA, bfloat16: a step of 512 tokens takes 40 ms instead of 152, one of 2048 tokens 129
@@ -83,28 +131,21 @@ def _recording(
 _MOST_TOKENS = 2048
 
 
-def _record(
-    module: nn.Module,
-    served: GraphServed,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[torch.Tensor],
-    facts: UnitFacts,
-    session: Session,
-) -> Captured | Refusal:
-    generator = _generator_state(tensors[0].device)
+def _record(call: Call, session: Session, purpose: Purpose) -> Captured | Refusal:
+    device = call.tensors[0].device
+    generator = generator_state(device)
     try:
-        return Captured(module, served, args, kwargs, tensors, facts.trained, session)
+        return Captured(call.module, call.served, call.args, call.kwargs, call.tensors, session, purpose)
     except Exception as error:
-        _restore(tensors[0].device, generator)
+        set_generator_state(device, generator)
         return Refusal(f"cannot be recorded: {type(error).__name__}: {str(error).splitlines()[0]}")
 
 
-def _generator_state(device: torch.device) -> torch.Tensor:
+def generator_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _restore(device: torch.device, state: torch.Tensor) -> None:
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:
@@ -120,5 +161,5 @@ def _why_not_here() -> Refusal | None:
     return None
 
 
-def _autocast(device_type: str) -> torch.dtype | None:
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

@@ -78,3 +78,12 @@ def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(mapped(item, function) for item in value)
     return value
+
+
+PLACEHOLDER = torch.empty(0)
+"""Stands for a tensor in a structure."""
+
+
+def skeleton(value: Any) -> Any:
+    """``value`` without the tensors in it: a placeholder is where each was."""
+    return mapped(value, lambda _: PLACEHOLDER)

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slothplug.graphs.facts import UnitFacts
 from slothplug.graphs.mailbox import Mailbox
 from slothplug.graphs.recorder import CudaRecorder, Recorder
 from slothplug.patching.eligibility import Binding
 from slothplug.patching.forward_context import ForwardContext
 from slothplug.patching.model_context import SharedState
+from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
 from slothplug.settings import Settings
 
@@ -72,6 +74,25 @@ class Session:
         self.refused: dict[Hashable, Refusal] = {}
         self.recording = True
         self.last = -1
+        self._switches = _process_switches()
+        self._task = -1
+        self._holds = False
+
+    def facts_of(self, served: Served[None, GraphState]) -> UnitFacts:
+        """What holds for a unit in the state of the recordings."""
+        binding = self.binding()
+        assert binding is not None  # it holds, or this session would not have been chosen
+        facts: UnitFacts = binding.facts[served]
+        return facts
+
+    def holds_in_backward(self) -> bool:
+        """Whether the model is in the state of the recordings; asked once in each backward."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            binding = self.binding()
+            same = self._switches == _process_switches()
+            self._task, self._holds = task, same and binding is not None and binding.holds()
+        return self._holds
 
     def close(self) -> None:
         """Gives the memory of saved tensors back to the pool, for the next session."""
@@ -100,6 +121,7 @@ class GraphState(SharedState):
         self.sessions: OrderedDict[Hashable, Session] = OrderedDict()
         self._met: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
         self._largest = 0
+        self._latest: Session | None = None
         self._recorders: dict[torch.device, Recorder] = {}
         self._mailboxes: dict[torch.device, Mailbox] = {}
 
@@ -109,6 +131,7 @@ class GraphState(SharedState):
         if self.takes_use_cache and trains and given.get("use_cache") is None and given.get("past_key_values") is None:
             # A step needs no keys and values of earlier tokens, and layers that are given a cache cannot be recorded.
             given["use_cache"] = False
+        self._latest = None
         if not self.open_uses:
             for session in self.sessions.values():
                 session.last = -1
@@ -125,9 +148,16 @@ class GraphState(SharedState):
             x: the first tensor that unit is called with.
         """
         if self not in forward.notes:
-            forward.notes[self] = self._choose(forward, (key, _process_switches()), x)
+            self._latest = forward.notes[self] = self._choose(forward, (key, _process_switches()), x)
         chosen: Session | None = forward.notes[self]
         return chosen
+
+    def session_in_backward(self) -> Session | None:
+        """The session of the latest call of the model, for what is recomputed in its backward."""
+        session = self._latest
+        if session is None or self.open_uses or torch._C._current_graph_task_id() == -1:
+            return None
+        return session if session.holds_in_backward() else None
 
     def _choose(self, forward: ForwardContext, key: Hashable, x: torch.Tensor) -> Session | None:
         if self.open_uses:
@@ -155,6 +185,7 @@ class GraphState(SharedState):
         if x.numel() > self._largest:
             self._largest = x.numel()
             self.sessions.clear()
+            self._latest = None
 
     def _recurs(self, key: Hashable, device: torch.device) -> bool:
         """Whether a session is to be made: ``key`` was met often enough, and the memory is there."""
@@ -181,6 +212,11 @@ class GraphState(SharedState):
             self._met[key] = met, max(0, recorder.allocated_bytes() - before)
 
         forward.at_end.append(measured)
+
+    def count(self, refusal: Refusal) -> None:
+        """Notes a call of a unit that runs eagerly."""
+        if refusal.reason:
+            self.reasons[refusal.reason] += 1
 
     def recorder(self, device: torch.device) -> Recorder:
         if device not in self._recorders:

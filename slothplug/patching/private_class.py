@@ -113,8 +113,10 @@ def _restore(attributes: dict[str, Any]) -> None:
 
 
 @functools.cache
-def with_forward(base: type[nn.Module], fast: Callable[..., Any]) -> type[nn.Module]:
-    """The private subclass of ``base`` whose forward is ``fast(module, served, *args, **kwargs)``.
+def with_forward(
+    base: type[nn.Module], fast: Callable[..., Any], members: tuple[tuple[str, Any], ...] = ()
+) -> type[nn.Module]:
+    """The private subclass of ``base`` whose forward is ``fast(module, served, *args, **kwargs)``, with ``members``.
 
     ``torch.compile`` sees the stock forward and nothing else: it guards on all that a traced function reads, so one
     counter would have every call compile again, and a word about one module would have each module compiled for itself.
@@ -135,7 +137,7 @@ def with_forward(base: type[nn.Module], fast: Callable[..., Any]) -> type[nn.Mod
             return base.forward(self, *args, **kwargs)
         return fast(self, served, *args, **kwargs)
 
-    return private(base, {"forward": forward})
+    return private(base, {"forward": forward, **dict(members)})
 
 
 @functools.cache
