@@ -11,8 +11,19 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from slothplug.graphs.call import Call
 from slothplug.graphs.facts import Trained
-from slothplug.graphs.signature import PLACEHOLDER, is_recordable, mapped, put_together, skeleton
+from slothplug.graphs.signature import (
+    PLACEHOLDER,
+    Layout,
+    dense,
+    is_recordable,
+    layout_of,
+    mapped,
+    put_together,
+    shortened,
+    skeleton,
+)  # fmt: skip
 from slothplug.graphs.state import GraphState, Session, Use
 from slothplug.kernels.once_differentiable import once_differentiable
 from slothplug.patching.forward_context import recorded_call
@@ -44,34 +55,29 @@ class Captured:
         draws: False once a replay of the forward is known to draw no random number.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        served: Served[Any, GraphState],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensors: Sequence[torch.Tensor],
-        session: Session,
-        purpose: Purpose,
-    ) -> None:
-        """Records the forward for arguments of these structure, constants and tensors.
+    def __init__(self, call: Call, layouts: Sequence[Layout], session: Session, purpose: Purpose) -> None:
+        """Records the forward for calls like ``call``, whose tensors have these layouts or shorter sequences.
 
         Raises:
             Exception: what the unit's forward raises, or the device where the forward cannot be recorded.
         """
-        state = served.shared
+        state = call.served.shared
         self._owner = weakref.ref(state)
         self._session = weakref.ref(session)
         self._purpose, self.draws = purpose, True
+        self._ignores_what_follows: bool | None = None
         self._place = len(session.captured)
-        self._module = weakref.ref(module)
-        self._args, self._kwargs = skeleton(tuple(args)), {name: skeleton(value) for name, value in kwargs.items()}
+        self._module = weakref.ref(call.module)
+        self._args, self._kwargs = skeleton(call.args), {name: skeleton(value) for name, value in call.kwargs.items()}
         self._grad = torch.is_grad_enabled()
-        self._needs_grad = [self._grad and tensor.requires_grad for tensor in tensors]
-        self._trained = session.facts_of(served).trained if self._grad else ()
-        self._device = tensors[0].device
+        self._needs_grad = [self._grad and tensor.requires_grad for tensor in call.tensors]
+        self._trained = session.facts_of(call.served).trained if self._grad else ()
+        self._device = call.tensors[0].device
         self._mailbox, self._recorder = state.mailbox(self._device), state.recorder(self._device)
-        self._boxes = [self._mailbox.box(("argument", i), tensor) for i, tensor in enumerate(tensors)]
+        self._boxes = [
+            self._mailbox.box(("argument", i), layout, tensor)
+            for i, (layout, tensor) in enumerate(zip(layouts, call.tensors, strict=True))
+        ]
         self._use: weakref.ref[Use] | None = None
         self._outputs: list[torch.Tensor] = []
         self._differentiable: list[bool] = []
@@ -79,10 +85,12 @@ class Captured:
         self._delivered: list[torch.Tensor] = []
         self._structure: Any = None
         self._counted: list[tuple[Any, int, int]] = []
-        self._mailbox.load(self._boxes, tensors)
+        self._mailbox.load(self._boxes, call.tensors)
         self._replay = self._recorder.record(self._run_forward)
         self._replay_backward: Any = None
-        self._grad_boxes = [self._mailbox.box(("grad_output", i), y) for i, y in enumerate(self._delivered)]
+        self._grad_boxes = [
+            self._mailbox.box(("grad_output", i), layout_of(y), y) for i, y in enumerate(self._delivered)
+        ]
         self._grads: _Gradients | None = None
         if purpose is Purpose.FIRST_PASS:
             self._drop_saved()
@@ -101,8 +109,7 @@ class Captured:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the unit's forward returns for arguments with these tensors."""
         if self._grad:
-            inputs = [tensor for tensor, needed in zip(tensors, self._needs_grad, strict=True) if needed]
-            outputs = _Replayed.apply(self, tensors, *inputs, *(each.now() for each in self._trained))
+            outputs = _Replayed.apply(self, tensors, *self.inputs(tensors), *(each.now() for each in self._trained))
         else:
             outputs = self.replay(tensors)
         return self.returned(outputs)
@@ -112,6 +119,10 @@ class Captured:
         remaining = iter(outputs)
         return mapped(self._structure, lambda _: next(remaining))
 
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the arguments' tensors that need a gradient."""
+        return [tensor for tensor, needed in zip(tensors, self._needs_grad, strict=True) if needed]
+
     def differentiable(self, values: Sequence[Value]) -> list[Value]:
         """Those of ``values``, one for each output, whose outputs have a gradient."""
         return [value for value, needed in zip(values, self._differentiable, strict=True) if needed]
@@ -119,7 +130,39 @@ class Captured:
     def replay(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs, in memory of their own, for arguments with these tensors."""
         self.replay_for_backward(tensors)
-        return [box.clone() for box in self._delivered]
+        return self._outputs_for(tensors)
+
+    def _outputs_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is in the boxes of the outputs, as far as these tensors' sequences go."""
+        x = tensors[0]
+        if x.shape == self._boxes[0].shape:
+            return [box.clone() for box in self._delivered]
+        return [shortened(box, x.shape).clone() for box in self._delivered]
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a replay answers for arguments with these tensors: of the recorded shapes, or shorter sequences whose
+        answer does not depend on what follows them."""
+        if tensors[0].shape == self._boxes[0].shape:
+            return True
+        if self._ignores_what_follows is None:
+            self._ignores_what_follows = self._tries_what_follows(tensors)
+        return self._ignores_what_follows
+
+    def _tries_what_follows(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Replays the forward with zeros after the end, and with ones: no output may differ, in any bit."""
+        if any(box.shape != self._boxes[0].shape for box in self._delivered):
+            return False
+        before = self._recorder.generator_state()
+        outputs = []
+        for value in (0, 1):
+            self._mailbox.forget()
+            self._mailbox.load(self._boxes, tensors, value)
+            self._replay()
+            outputs.append(self._outputs_for(tensors))
+        self._mailbox.forget()
+        draws = not torch.equal(before, self._recorder.generator_state())
+        self._recorder.set_generator_state(before)
+        return not draws and all(map(torch.equal, *outputs))
 
     def replay_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Computes what ``backward`` reads."""
@@ -138,8 +181,14 @@ class Captured:
         self._use = weakref.ref(use)
         return use
 
-    def backward(self, grad_outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients of the inputs that need one and of the trained parameters."""
+    def backward(
+        self, grad_outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Size]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs that need one and of the trained parameters.
+
+        Args:
+            tensors: shapes of the inputs that need a gradient.
+        """
         self._mailbox.load(self._grad_boxes, grad_outputs)
         if self._replay_backward is None:
             session = self._session()
@@ -152,7 +201,11 @@ class Captured:
         assert self._grads is not None
         if self._purpose is Purpose.RECOMPUTE:
             self._drop_saved()
-        return self._grads.delivered()
+        grads = self._grads.delivered()
+        for i, shape in enumerate(tensors):
+            grad = grads[i]
+            grads[i] = None if grad is None else shortened(grad, shape)
+        return grads
 
     def _record_backward(self) -> None:
         try:
@@ -179,10 +232,8 @@ class Captured:
         module = self._module()
         assert module is not None
         served: Served[Any, GraphState] = module.__dict__[STATE]
-        inputs = [
-            box.clone().requires_grad_() if needed else box
-            for box, needed in zip(self._boxes, self._needs_grad, strict=True)
-        ]
+        # What the backward reads must outlive the box, which holds the next unit's argument by then.
+        inputs = [box.clone().requires_grad_(needed) for box, needed in zip(self._boxes, self._needs_grad, strict=True)]
         args, kwargs = put_together(self._args, self._kwargs, inputs)
         with (
             _aliased(self._trained) as aliases,
@@ -201,7 +252,7 @@ class Captured:
         self._outputs = outputs
         self._leaves = [*(t for t, needed in zip(inputs, self._needs_grad, strict=True) if needed), *aliases]
         self._differentiable = [y.requires_grad for y in outputs]
-        self._delivered = [self._mailbox.box(("output", i), y.detach()) for i, y in enumerate(outputs)]
+        self._delivered = [self._mailbox.box(("output", i), layout_of(y), y) for i, y in enumerate(outputs)]
         with torch.no_grad():
             for box, y in zip(self._delivered, outputs, strict=True):
                 box.copy_(y)
@@ -245,17 +296,9 @@ class _Gradients:
 
     def _parts(self, boxes: Mapping[torch.dtype, torch.Tensor]) -> list[torch.Tensor | None]:
         return [
-            None if place is None else boxes[place[0]].as_strided(place[1], _dense(place[1]), place[2])
+            None if place is None else boxes[place[0]].as_strided(place[1], dense(place[1]), place[2])
             for place in self._places
         ]
-
-
-def _dense(shape: torch.Size) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return strides[::-1]
 
 
 class _Replayed(torch.autograd.Function):
@@ -267,6 +310,7 @@ class _Replayed(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.captured, ctx.use = captured, captured.open_use()
         ctx.save_for_backward(PLACEHOLDER)  # a second backward without retain_graph raises what it raises anywhere
+        ctx.shapes = [tensor.shape for tensor in captured.inputs(tensors)]
         outputs = captured.replay(tensors)
         kept = captured.differentiable(outputs)
         ctx.mark_non_differentiable(*(y for y in outputs if all(y is not one for one in kept)))
@@ -276,7 +320,7 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018
-        grads = ctx.captured.backward(grad_outputs)
+        grads = ctx.captured.backward(grad_outputs, ctx.shapes)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.use.end()
         return (None, None, *grads)

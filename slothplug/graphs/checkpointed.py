@@ -16,19 +16,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from slothplug.graphs.call import Call, take_call
 from slothplug.graphs.captured import Captured, Purpose
 from slothplug.graphs.facts import Trained
-from slothplug.graphs.forward import (
-    Call,
-    GraphServed,
-    generator_state,
-    recorded,
-    session_of,
-    set_generator_state,
-    take_call,
-)  # fmt: skip
+from slothplug.graphs.forward import recorded, session_of
+from slothplug.graphs.recorder import Recorder
 from slothplug.graphs.signature import mapped, put_together
-from slothplug.graphs.state import Session
+from slothplug.graphs.state import Chosen, GraphServed
 from slothplug.kernels.once_differentiable import once_differentiable
 from slothplug.patching.forward_context import current_forward
 from slothplug.patching.served import STATE
@@ -79,26 +73,26 @@ def _checkpointed(
     if isinstance(found, Refusal):
         served.shared.count(found)
         return given(function, *args)
-    captured, call, session = found
-    trained = session.facts_of(served).trained
-    outputs = _Checkpointed.apply(captured, call, session, *call.tensors, *(each.now() for each in trained))
+    captured, call, chosen = found
+    trained = chosen.session.facts_of(served).trained
+    outputs = _Checkpointed.apply(captured, call, chosen, *call.tensors, *(each.now() for each in trained))
     return captured.returned(outputs)
 
 
 def _first_pass(
     unit: nn.Module, served: GraphServed, function: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[Captured, Call, Session] | Refusal:
+) -> tuple[Captured, Call, Chosen] | Refusal:
     forward = current_forward(served.context)
     if forward is None or not torch.is_grad_enabled() or not _calls(function, unit) or _has_hooks(unit):
         return Refusal()
     call = take_call(unit, served, args, function.keywords)  # type: ignore[attr-defined]
     if isinstance(call, Refusal):
         return call
-    session = session_of(call, forward)
-    if isinstance(session, Refusal):
-        return session
-    captured = recorded(call, session, Purpose.FIRST_PASS)
-    return captured if isinstance(captured, Refusal) else (captured, call, session)
+    chosen = session_of(call, forward)
+    if isinstance(chosen, Refusal):
+        return chosen
+    captured = recorded(call, chosen, Purpose.FIRST_PASS)
+    return captured if isinstance(captured, Refusal) else (captured, call, chosen)
 
 
 def _calls(function: Any, unit: nn.Module) -> bool:
@@ -119,15 +113,16 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, captured: Captured, call: Call, session: Session, *inputs: torch.Tensor
+        ctx: Any, captured: Captured, call: Call, chosen: Chosen, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         tensors = inputs[: len(call.tensors)]
         ctx.save_for_backward(*tensors)
-        ctx.call, ctx.session = call.without_tensors(), session
-        ctx.trained = session.facts_of(call.served).trained
-        ctx.generator = generator_state(tensors[0].device) if captured.draws else None
+        ctx.call, ctx.chosen = call.without_tensors(), chosen
+        ctx.trained = chosen.session.facts_of(call.served).trained
+        ctx.recorder = call.served.shared.recorder(tensors[0].device)
+        ctx.generator = ctx.recorder.generator_state() if captured.draws else None
         outputs = captured.replay(tensors)
-        captured.draws = captured.draws and not torch.equal(ctx.generator, generator_state(tensors[0].device))
+        captured.draws = captured.draws and not torch.equal(ctx.generator, ctx.recorder.generator_state())
         ctx.kept = captured.differentiable(range(len(outputs)))
         ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in ctx.kept))
         return tuple(outputs)
@@ -137,12 +132,12 @@ class _Checkpointed(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call._replace(tensors=list(ctx.saved_tensors))
         kept = [grad_outputs[i] for i in ctx.kept]
-        with _generator_at(call.tensors[0].device, ctx.generator):
-            recording = _recompute(call, ctx.session)
+        with _generator_at(ctx.recorder, ctx.generator):
+            recording = _recompute(call, ctx.chosen)
             if isinstance(recording, Captured):
                 with call.autocast():
                     recording.replay_for_backward(call.tensors)
-                grads = recording.backward(kept)
+                grads = recording.backward(kept, [t.shape for t in call.tensors if t.requires_grad])
             else:
                 call.served.shared.count(recording)
                 grads = _eagerly(call, ctx.trained, kept)
@@ -154,11 +149,11 @@ class _Checkpointed(torch.autograd.Function):
 _CHANGED = Refusal("the model was changed or called between a checkpointed call and its backward")
 
 
-def _recompute(call: Call, session: Session) -> Captured | Refusal:
-    if call.served.shared.open_uses or not session.holds_in_backward():
+def _recompute(call: Call, chosen: Chosen) -> Captured | Refusal:
+    if call.served.shared.open_uses or not chosen.session.holds_in_backward():
         return _CHANGED
     with torch.enable_grad(), call.autocast():
-        return recorded(call, session, Purpose.RECOMPUTE)
+        return recorded(call, chosen, Purpose.RECOMPUTE)
 
 
 def _eagerly(call: Call, trained: Sequence[Trained], grad_outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -174,14 +169,14 @@ def _eagerly(call: Call, trained: Sequence[Trained], grad_outputs: Sequence[torc
 
 
 @contextmanager
-def _generator_at(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
+def _generator_at(recorder: Recorder, state: torch.Tensor | None) -> Iterator[None]:
     """The device's generator as it was at the first pass; ``None`` where no random number is drawn."""
     if state is None:
         yield
         return
-    now = generator_state(device)
-    set_generator_state(device, state)
+    now = recorder.generator_state()
+    recorder.set_generator_state(state)
     try:
         yield
     finally:
-        set_generator_state(device, now)
+        recorder.set_generator_state(now)

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from slothplug.graphs.signature import Layout, shortened
+
 
 class Mailbox:
     """The boxes of one device."""
@@ -20,13 +22,12 @@ class Mailbox:
         self._boxes: dict[Hashable, torch.Tensor] = {}
         self._loaded: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
-    def box(self, purpose: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """The box for tensors of the shape, strides and dtype of ``like``; its address never changes."""
-        key = purpose, like.shape, like.stride(), like.dtype
+    def box(self, purpose: Hashable, layout: Layout, like: torch.Tensor) -> torch.Tensor:
+        """The box for tensors of a layout and of the dtype of ``like``; its address never changes."""
+        key = purpose, layout, like.dtype
         if key not in self._boxes:
-            self._boxes[key] = torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
-            )
+            shape, stride = layout
+            self._boxes[key] = torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
         return self._boxes[key]
 
     def flat(self, purpose: Hashable, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -36,13 +37,20 @@ class Mailbox:
             self._boxes[key] = torch.empty(size, dtype=dtype, device=device)
         return self._boxes[key]
 
-    def load(self, boxes: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Copies each tensor into its box; those that are there already, unchanged, are not copied again."""
+    def load(self, boxes: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], rest: float = 0) -> None:
+        """Copies each tensor into its box; those that are there already, unchanged, are not copied again.
+
+        Args:
+            rest: what the box of a longer sequence holds after the end of the tensor's.
+        """
         for box, tensor in zip(boxes, tensors, strict=True):
             known = self._loaded.get(id(box))
             if known is not None and known[0]() is tensor and known[1] == tensor._version:
                 continue
-            box.copy_(tensor.detach())
+            part = shortened(box, tensor.shape)
+            if part is not box:
+                box.fill_(rest)
+            part.copy_(tensor.detach())
             self._loaded[id(box)] = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:

@@ -31,6 +31,12 @@ class Recorder(Protocol):
             Exception: what ``function`` raises, or the device where it cannot record; nothing is being recorded then.
         """
 
+    def generator_state(self) -> torch.Tensor:
+        """Where the device's random numbers are."""
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        """The device's random numbers go on from there."""
+
     def held_bytes(self) -> int:
         """Memory that recordings hold."""
 
@@ -94,6 +100,12 @@ class CudaRecorder:
 
     def _almost_nothing(self) -> None:
         torch.zeros(1, device=self._device)
+
+    def generator_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self._device)
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state, self._device)
 
     def held_bytes(self) -> int:
         return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool))

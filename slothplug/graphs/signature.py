@@ -16,16 +16,22 @@ from slothplug.patching.sites import Refusal
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""A tensor's shape and strides."""
+
+
 class Signature(NamedTuple):
     """A call's arguments, taken apart.
 
     Attributes:
-        key: structure, constants, and of each tensor shape, strides, dtype, device and ``requires_grad``.
+        structure: with the constants; of each tensor the number of dimensions, dtype, device and ``requires_grad``.
         tensors: in the order of the structure.
+        layouts: the tensors'.
     """
 
-    key: Hashable
+    structure: Hashable
     tensors: list[torch.Tensor]
+    layouts: tuple[Layout, ...]
 
 
 def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | Refusal:
@@ -39,14 +45,14 @@ def take_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature | Re
             hint = "; use_cache=False avoids it" if "Cache" in kind else ""
             return Refusal(f"its argument {name!r} is or holds a {kind}, which cannot be recorded{hint}")
         key.append((name, part))
-    return Signature(tuple(key), tensors)
+    return Signature(tuple(key), tensors, tuple(map(layout_of, tensors)))
 
 
 def _part(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     """What stands for ``value`` in a key, or None; its tensors are appended to ``tensors``."""
     if plain(value):
         tensors.append(value)
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        return value.ndim, value.dtype, value.device, value.requires_grad
     if isinstance(value, _CONSTANTS):
         return type(value), value
     if type(value) in (tuple, list):
@@ -64,6 +70,27 @@ def put_together(
         tuple(mapped(value, lambda _: next(remaining)) for value in args),
         {name: mapped(value, lambda _: next(remaining)) for name, value in kwargs.items()},
     )
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride()
+
+
+def shortened(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The part of ``tensor`` of this shape that begins where it begins."""
+    for at, size in enumerate(shape):
+        if tensor.shape[at] != size:
+            tensor = tensor.narrow(at, 0, size)
+    return tensor
+
+
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 def is_recordable(value: Any) -> bool:

@@ -8,14 +8,17 @@ the backward that belongs to it, uses recordings at a time, and every other call
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
+from slothplug.graphs.call import Call
 from slothplug.graphs.facts import UnitFacts
+from slothplug.graphs.lengths import Lengths, bucket
 from slothplug.graphs.mailbox import Mailbox
 from slothplug.graphs.recorder import CudaRecorder, Recorder
 from slothplug.patching.eligibility import Binding
@@ -61,15 +64,16 @@ class Session:
 
     Attributes:
         binding: the state of the model that they hold for. The model owns it, and refers to this.
-        captured: by unit and key of the unit's call.
+        size: elements of the first tensor of the first unit's call.
+        captured: by what a unit's call is recorded for.
         refused: why a unit could not be recorded, by the same.
         recording: True until the next call of the model begins.
         last: place of the unit that was replayed last in the call in progress. Temporary tensors of a forward may lie
             where a later one saves, so units are replayed in the order in which they were recorded.
     """
 
-    def __init__(self, binding: Binding) -> None:
-        self.binding = weakref.ref(binding)
+    def __init__(self, binding: Binding, size: int) -> None:
+        self.binding, self.size = weakref.ref(binding), size
         self.captured: dict[Hashable, Captured] = {}
         self.refused: dict[Hashable, Refusal] = {}
         self.recording = True
@@ -101,12 +105,25 @@ class Session:
             captured.release()
 
 
+class Chosen(NamedTuple):
+    """What serves one call of the model.
+
+    Attributes:
+        session: holds the recordings.
+        length: of the sequences for which they were made; None if for the call's own layouts only.
+    """
+
+    session: Session
+    length: int | None
+
+
 class GraphState(SharedState):
     """Sessions and counters of one patched model.
 
     Attributes:
         takes_use_cache: whether the model's forward has a parameter ``use_cache``.
         open_uses: replayed forwards whose backward may still come; all are of one call of the model.
+        lengths: what the units' calls have shown about sequences.
         sessions: by the key of the first unit that was called; the one used least recently comes first.
         replays: forwards replayed.
         reasons: calls of units that ran eagerly, by reason.
@@ -121,7 +138,8 @@ class GraphState(SharedState):
         self.sessions: OrderedDict[Hashable, Session] = OrderedDict()
         self._met: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
         self._largest = 0
-        self._latest: Session | None = None
+        self.lengths = Lengths()
+        self._latest: Chosen | None = None
         self._recorders: dict[torch.device, Recorder] = {}
         self._mailboxes: dict[torch.device, Mailbox] = {}
 
@@ -140,52 +158,86 @@ class GraphState(SharedState):
             for mailbox in self._mailboxes.values():
                 mailbox.forget()
 
-    def session_of(self, forward: ForwardContext, key: Hashable, x: torch.Tensor) -> Session | None:
-        """The session that serves a call of the model; a new one if ``key`` has recurred; None if units run eagerly.
-
-        Args:
-            key: of the first unit that is called.
-            x: the first tensor that unit is called with.
-        """
+    def session_of(self, forward: ForwardContext, call: Call) -> Chosen | None:
+        """What serves a call of the model whose first unit is called; None if its units run eagerly."""
         if self not in forward.notes:
-            self._latest = forward.notes[self] = self._choose(forward, (key, _process_switches()), x)
-        chosen: Session | None = forward.notes[self]
+            self._latest = forward.notes[self] = self._choose(forward, call)
+        chosen: Chosen | None = forward.notes[self]
         return chosen
 
-    def session_in_backward(self) -> Session | None:
-        """The session of the latest call of the model, for what is recomputed in its backward."""
-        session = self._latest
-        if session is None or self.open_uses or torch._C._current_graph_task_id() == -1:
+    def session_in_backward(self) -> Chosen | None:
+        """What served the latest call of the model, for what is recomputed in its backward."""
+        chosen = self._latest
+        if chosen is None or self.open_uses or torch._C._current_graph_task_id() == -1:
             return None
-        return session if session.holds_in_backward() else None
+        return chosen if chosen.session.holds_in_backward() else None
 
-    def _choose(self, forward: ForwardContext, key: Hashable, x: torch.Tensor) -> Session | None:
+    def _choose(self, forward: ForwardContext, call: Call) -> Chosen | None:
         if self.open_uses:
             self.reasons["the backward of an earlier call is still to come"] += 1
             return None
-        binding = forward.binding
+        binding, device = forward.binding, call.tensors[0].device
         assert binding is not None
+        self.lengths.observe(call)
+        length = self.lengths.length(call)
+        own = None if length is None or not self.settings.graph_padding else bucket(length)
+        key = self._key(call, own)
+        session = self._session(key, binding)
+        if session is None:
+            self._leave_room_for(call.tensors[0])
+            if self._recurs(key, device):
+                session = self._new_session(call, own, binding)
+        if session is not None:
+            self.sessions.move_to_end(key)
+            return Chosen(session, own)
+        if own is not None and (longer := self._longer(call, own, binding)) is not None:
+            return longer
+        self._measure(forward, key, device)
+        return None
+
+    def _key(self, call: Call, length: int | None) -> Hashable:
+        return call.structure, self.lengths.layouts(call, length), _process_switches()
+
+    def _session(self, key: Hashable, binding: Binding) -> Session | None:
         session = self.sessions.get(key)
         if session is not None and session.binding() is not binding:
             del self.sessions[key]
-            session = None
-        if session is None:
-            self._leave_room_for(x)
-            if not self._recurs(key, x.device):
-                self._measure(forward, key, x.device)
-                return None
-            session = self.sessions[key] = Session(binding)
-            if len(self.sessions) > self.settings.graph_shapes:
-                self.sessions.popitem(last=False)
-        self.sessions.move_to_end(key)
+            return None
         return session
+
+    def _new_session(self, call: Call, length: int | None, binding: Binding) -> Session:
+        size = math.prod(self.lengths.layouts(call, length)[0][0])
+        if all(size > session.size for session in self.sessions.values()):
+            # What one session leaves of the memory serves a smaller one, not a larger one.
+            for key in self.sessions:
+                self._met[key] = self.settings.graph_after, self._met.get(key, (0, 0))[1]
+            self._start_over()
+        session = self.sessions[self._key(call, length)] = Session(binding, size)
+        if len(self.sessions) > self.settings.graph_shapes:
+            self.sessions.popitem(last=False)
+        return session
+
+    def _start_over(self) -> None:
+        """Gives up all recordings and their memory."""
+        self.sessions.clear()
+        self._recorders.clear()
+        self._mailboxes.clear()
+
+    def _longer(self, call: Call, length: int, binding: Binding) -> Chosen | None:
+        """The session for the shortest sequences that are longer, but less than four times as long."""
+        while (length := bucket(length + 1)) < 4 * (self.lengths.length(call) or 0):
+            key = self._key(call, length)
+            session = self._session(key, binding)
+            if session is not None:
+                self.sessions.move_to_end(key)
+                return Chosen(session, length)
+        return None
 
     def _leave_room_for(self, x: torch.Tensor) -> None:
         """Before more elements than ever run eagerly, recordings go: without them there would be their memory, too."""
         if x.numel() > self._largest:
             self._largest = x.numel()
-            self.sessions.clear()
-            self._latest = None
+            self._start_over()
 
     def _recurs(self, key: Hashable, device: torch.device) -> bool:
         """Whether a session is to be made: ``key`` was met often enough, and the memory is there."""
@@ -234,6 +286,9 @@ class GraphState(SharedState):
         eager = [f"graphs: {count} calls of layers ran eagerly: {why}" for why, count in self.reasons.items()]
         summary = f"graphs: {units} layers recorded for {shapes} shapes, {held:.2f} GiB held, {self.replays} replays"
         return [summary, *eager]
+
+
+GraphServed: TypeAlias = Served[None, GraphState]
 
 
 def _process_switches() -> tuple[bool | str, ...]:

@@ -34,6 +34,12 @@ class RunsAgain:
 
         return replay
 
+    def generator_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
     def held_bytes(self) -> int:
         return 0
 

@@ -24,11 +24,11 @@ from slothplug.patching.report import Report
 from slothplug.patching.served import STATE, Served
 from tests.graphs.replaying import RunsAgain
 from tests.patching.device import DEVICE
-from tests.patching.lora_models import IDS, LAYERS, layer, model
+from tests.patching.lora_models import IDS, LAYERS, assert_equal, layer, model
 
 Outcome = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]
 OTHER = IDS[:, :7].contiguous()
-ON = {"graphs": "auto"}
+ON = {"graphs": "auto", "graph_padding": False}
 
 
 def twins(**config: Any) -> tuple[PeftModel, PeftModel, Report]:
@@ -426,6 +426,105 @@ def test_another_checkpointing_function_is_called() -> None:
     assert len(called) == 4 * LAYERS * 2
 
 
+PADDED = {"graphs": "auto"}
+LENGTHS = (70, 100, 120, 90, 128, 64, 65, 127, 30, 64, 33, 100, 128, 20)
+
+
+def of_lengths(graphed: nn.Module, eager: nn.Module, batch: int = 2) -> None:
+    """Steps of varying lengths, equal to those of the eager model but for the order of sums in the products."""
+    for i, length in enumerate(LENGTHS):
+        ids = torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        assert_equal(step(graphed, ids)[:2], step(eager, ids)[:2])
+        move(graphed)
+        move(eager)
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "reentrant", "not reentrant"])
+def test_lengths_share_recordings(checkpointing: str) -> None:
+    graphed = model().to(DEVICE)
+    eager = copy.deepcopy(graphed)
+    slothplug.patch(eager)
+    slothplug.patch(graphed, PADDED)
+    if checkpointing != "off":
+        for one in (graphed, eager):
+            one.enable_input_require_grads()
+            one.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+    of_lengths(graphed, eager)
+    assert len(state_of(graphed).sessions) == 2
+    assert replays(graphed) >= 7 * LAYERS
+
+
+def units(unit: type[nn.Module], *arguments: Callable[[torch.Tensor], Any]) -> tuple[nn.Module, nn.Module]:
+    """A model of two units, patched, and stock; ``arguments`` make one argument more for each unit."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([unit(), unit()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            more = [(make(x),) for make in arguments] or [(), ()]
+            for each, argument in zip(self.layers, more, strict=True):
+                x = each(x, *argument)
+            return x
+
+    for kind in (unit, Model):
+        kind.forward.__module__ = "transformers.models.unit"  # a framework's code changes no model inside a call
+    stock = Model()
+    patched = copy.deepcopy(stock)
+    slothplug.patch(patched, {**PADDED, "ops": ["rms_norm"]})
+    return patched, stock
+
+
+def test_units_with_other_arguments_of_the_same_shape() -> None:
+    """As layers of local and of global attention get other rotary tables."""
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * scale
+
+    patched, stock = units(Unit, torch.ones_like, lambda x: torch.full_like(x, 3.0))
+    for _ in range(5):
+        grads = []
+        for one in (patched, stock):
+            one.zero_grad()
+            x = torch.linspace(-1, 2, 96).view(2, 3, 16).requires_grad_()
+            (one(x) ** 3).sum().backward()
+            grads.append([x.grad, *(p.grad.clone() for p in one.parameters() if p.grad is not None)])
+        torch.testing.assert_close(*grads)
+    assert replays(patched) == 3 * 2
+
+
+def test_a_unit_that_reads_later_positions_is_recorded_for_its_own_lengths() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) + x.mean(dim=1, keepdim=True)
+
+    one, stock = units(Unit)
+    for length in (10, 12, 10, 12, 10, 12, 11, 10, 12):
+        x = torch.randn(2, length, 16)
+        torch.testing.assert_close(one(x), stock(x), rtol=1e-5, atol=1e-6)
+    assert any("depends on what follows" in reason for reason in state_of(one).reasons)
+
+
+def test_dropout_keeps_each_length_to_itself() -> None:
+    graphed = model(lora_dropout=0.2).to(DEVICE)
+    eager = copy.deepcopy(graphed)
+    slothplug.patch(eager)
+    slothplug.patch(graphed, PADDED)
+    for ids in (IDS, OTHER, IDS, OTHER, IDS, OTHER, IDS, OTHER, IDS, OTHER):
+        assert_same(step(graphed, ids), step(eager, ids))
+    assert replays(graphed) > 0
+
+
 class Fails(RunsAgain):
     """A recorder on whose device nothing can be recorded."""
 
@@ -583,20 +682,7 @@ def test_a_unit_that_waits_for_the_device_runs_eagerly_and_spoils_nothing() -> N
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return functional.dropout(self.norm(x), 0.5) * (1.0 if x.sum().item() else 2.0)
 
-    Unit.forward.__module__ = "transformers.models.unit"
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Unit(), Unit()])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers[1](self.layers[0](x))
-
-    Model.forward.__module__ = Unit.forward.__module__
-    stock = Model()
-    one = copy.deepcopy(stock)
-    slothplug.patch(one, {**ON, "ops": ["rms_norm"]})
+    one, stock = units(Unit)
     x = torch.randn(2, 3, 16)
     for _ in range(5):
         outputs = []

@@ -1,0 +1,85 @@
+"""Sequences of varying lengths share recordings: a unit's call is replayed for a longer sequence than it has.
+
+Which dimension of each tensor is the sequence is learnt from two calls that differ in it alone. The positions after the
+end hold zeros, and get zeros as gradients. That is the unit's own answer exactly where no position reads a later one;
+whether a recording does is tried before it is first used so (``Captured.ignores_what_follows``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from slothplug.graphs.call import Call
+from slothplug.graphs.signature import Layout, dense
+
+Dimensions = tuple[int | None, ...]
+"""Of each tensor the dimension that is the sequence; None where none is."""
+
+
+def bucket(length: int) -> int:
+    """The length for which a sequence of ``length`` positions is recorded: at most an eighth longer from 512 on.
+
+    Below, 64 positions more or less do not change a step's time: reading the weights takes it.
+    """
+    step = 64
+    while step * 16 <= length:
+        step *= 2
+    return -(-length // step) * step
+
+
+class Lengths:
+    """What the units' calls have shown about sequences."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, tuple[Layout, ...]] = {}
+        self._dimensions: dict[Hashable, Dimensions] = {}
+        self._fixed: set[Hashable] = set()
+
+    def observe(self, call: Call) -> None:
+        """Compares a call with an earlier one of the same structure."""
+        if call.structure in self._dimensions or call.structure in self._fixed:
+            return
+        earlier = self._seen.setdefault(call.structure, call.layouts)
+        if earlier == call.layouts:
+            return
+        dimensions = _dimensions(earlier, call.layouts)
+        if dimensions is None:
+            self._seen[call.structure] = call.layouts
+        else:
+            self._dimensions[call.structure] = dimensions
+
+    def fix(self, call: Call) -> None:
+        """From now on calls of this structure are recorded for their own length only."""
+        self._fixed.add(call.structure)
+        self._dimensions.pop(call.structure, None)
+
+    def length(self, call: Call) -> int | None:
+        """The sequence's length in a call; None where that is not known, or the layouts cannot be longer."""
+        dimensions = self._dimensions.get(call.structure)
+        if dimensions is None or not all(stride == dense(shape) for shape, stride in call.layouts):
+            return None
+        shape, _ = call.layouts[0]
+        return None if dimensions[0] is None else shape[dimensions[0]]
+
+    def layouts(self, call: Call, length: int | None) -> tuple[Layout, ...]:
+        """The layouts of the same call with a sequence of ``length``; its own where that cannot be."""
+        if length is None or self.length(call) is None:
+            return call.layouts
+        shapes = [
+            shape if at is None else (*shape[:at], length, *shape[at + 1 :])
+            for (shape, _), at in zip(call.layouts, self._dimensions[call.structure], strict=True)
+        ]
+        return tuple((shape, dense(shape)) for shape in shapes)
+
+
+def _dimensions(one: Sequence[Layout], other: Sequence[Layout]) -> Dimensions | None:
+    """Where the tensors of two calls differ, if that is one dimension of each, and in all of them the same lengths."""
+    dimensions: list[int | None] = []
+    lengths: set[tuple[int, int]] = set()
+    for (shape, _), (other_shape, _) in zip(one, other, strict=True):
+        differ = [at for at, sizes in enumerate(zip(shape, other_shape, strict=True)) if sizes[0] != sizes[1]]
+        if len(differ) > 1:
+            return None
+        dimensions.append(differ[0] if differ else None)
+        lengths.update((shape[at], other_shape[at]) for at in differ)
+    return tuple(dimensions) if len(lengths) == 1 and dimensions[0] is not None else None
