@@ -65,11 +65,12 @@ class Captured:
         self._owner = weakref.ref(state)
         self._session = weakref.ref(session)
         self._purpose, self.draws = purpose, True
+        self._grad = torch.is_grad_enabled()
+        self._name = call.served.name, self._grad
         self._ignores_what_follows: bool | None = None
         self._place = len(session.captured)
         self._module = weakref.ref(call.module)
         self._args, self._kwargs = skeleton(call.args), {name: skeleton(value) for name, value in call.kwargs.items()}
-        self._grad = torch.is_grad_enabled()
         self._needs_grad = [self._grad and tensor.requires_grad for tensor in call.tensors]
         self._trained = session.facts_of(call.served).trained if self._grad else ()
         self._device = call.tensors[0].device
@@ -86,7 +87,7 @@ class Captured:
         self._structure: Any = None
         self._counted: list[tuple[Any, int, int]] = []
         self._mailbox.load(self._boxes, call.tensors)
-        self._replay = self._recorder.record(self._run_forward)
+        self._replay = self._recorder.record(self._run_forward, (*self._name, "forward"))
         self._replay_backward: Any = None
         self._grad_boxes = [
             self._mailbox.box(("grad_output", i), layout_of(y), y) for i, y in enumerate(self._delivered)
@@ -209,7 +210,7 @@ class Captured:
 
     def _record_backward(self) -> None:
         try:
-            self._replay_backward = self._recorder.record(self._run_backward)
+            self._replay_backward = self._recorder.record(self._run_backward, (*self._name, "backward"))
         except Exception as error:
             session = self._session()
             assert session is not None
@@ -229,6 +230,7 @@ class Captured:
         self._outputs, self._leaves = [], []
 
     def _run_forward(self) -> None:
+        self._drop_saved()  # of an earlier run
         module = self._module()
         assert module is not None
         served: Served[Any, GraphState] = module.__dict__[STATE]
@@ -249,13 +251,14 @@ class Captured:
         outputs: list[torch.Tensor] = []
         mapped(output, outputs.append)
         self._structure = skeleton(output)
-        self._outputs = outputs
         self._leaves = [*(t for t, needed in zip(inputs, self._needs_grad, strict=True) if needed), *aliases]
         self._differentiable = [y.requires_grad for y in outputs]
         self._delivered = [self._mailbox.box(("output", i), layout_of(y), y) for i, y in enumerate(outputs)]
         with torch.no_grad():
             for box, y in zip(self._delivered, outputs, strict=True):
                 box.copy_(y)
+        with torch.set_grad_enabled(self._grad):
+            self._outputs = [_WithoutMemory.apply(y) for y in outputs]
 
     def _run_backward(self) -> None:
         grads = torch.autograd.grad(
@@ -299,6 +302,18 @@ class _Gradients:
             None if place is None else boxes[place[0]].as_strided(place[1], dense(place[1]), place[2])
             for place in self._places
         ]
+
+
+class _WithoutMemory(torch.autograd.Function):
+    """A tensor that has the gradient of another one and none of its memory: a recording keeps it for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.new_empty(()).expand(y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+        return grad_output
 
 
 class _Replayed(torch.autograd.Function):

@@ -64,7 +64,6 @@ def session_of(call: Call, forward: ForwardContext) -> Chosen | Refusal:
 def recorded(call: Call, chosen: Chosen, purpose: Purpose) -> Captured | Refusal:
     """The unit's recordings for a call and a purpose, made now if this is the time for it."""
     session, lengths = chosen.session, call.served.shared.lengths
-    lengths.observe(call)
     layouts = lengths.layouts(call, chosen.length)
     key = call.structure, layouts, purpose
     captured = session.captured.get(key)

@@ -35,18 +35,18 @@ class Lengths:
         self._dimensions: dict[Hashable, Dimensions] = {}
         self._fixed: set[Hashable] = set()
 
-    def observe(self, call: Call) -> None:
+    def observe(self, structure: Hashable, layouts: tuple[Layout, ...]) -> None:
         """Compares a call with an earlier one of the same structure."""
-        if call.structure in self._dimensions or call.structure in self._fixed:
+        if structure in self._dimensions or structure in self._fixed:
             return
-        earlier = self._seen.setdefault(call.structure, call.layouts)
-        if earlier == call.layouts:
+        earlier = self._seen.setdefault(structure, layouts)
+        if earlier == layouts:
             return
-        dimensions = _dimensions(earlier, call.layouts)
+        dimensions = _dimensions(earlier, layouts)
         if dimensions is None:
-            self._seen[call.structure] = call.layouts
+            self._seen[structure] = layouts
         else:
-            self._dimensions[call.structure] = dimensions
+            self._dimensions[structure] = dimensions
 
     def fix(self, call: Call) -> None:
         """From now on calls of this structure are recorded for their own length only."""

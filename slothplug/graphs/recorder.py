@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +25,8 @@ class Replay(Protocol):
 class Recorder(Protocol):
     """Records on one device. All recordings of one recorder share their memory."""
 
-    def record(self, function: Callable[[], None]) -> Replay:
-        """Records what ``function`` launches, and launches nothing itself.
+    def record(self, function: Callable[[], None], name: Hashable) -> Replay:
+        """Records what ``function`` launches. The first time for a ``name``, ``function`` may also be run.
 
         Raises:
             Exception: what ``function`` raises, or the device where it cannot record; nothing is being recorded then.
@@ -52,33 +53,73 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        # A pool is given up with the last graph in it, and takes no graph after that.
-        self._keeps_pool = self._graph_of(self._almost_nothing)
+        self._waits_not: set[Hashable] = set()
+        self._pools: list[Any] = []
+        self._keep_pools: list[torch.cuda.CUDAGraph] = []
+        self._new_pool()
 
-    def record(self, function: Callable[[], None]) -> Replay:
-        return self._graph_of(function).replay
-
-    def _graph_of(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        outer = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(outer)
+    def record(self, function: Callable[[], None], name: Hashable) -> Replay:
         collects = gc.isenabled()
         gc.disable()  # a finaliser that frees device memory or an event would end the recording
         try:
-            with torch.cuda.stream(self._stream):
-                return self._captured(function, self._pool)
+            if name not in self._waits_not:
+                self._try(function)
+                self._waits_not.add(name)
+            with self._on_own_stream():
+                return self._captured(function, self._pools[-1]).replay
         finally:
             if collects:
                 gc.enable()
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
             outer.wait_stream(self._stream)
 
-    def _captured(self, function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-        """``function`` as a graph in ``pool``; None stands for one of its own."""
+    def _new_pool(self) -> None:
+        """A pool for what is recorded from now on."""
+        self._pools.append(torch.cuda.graph_pool_handle())
+        # A pool is given up with the last graph in it, and takes no graph after that.
         graph = torch.cuda.CUDAGraph()
-        # Other threads, a data loader's for one, may go on allocating.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with self._on_own_stream():
+            graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)
+            graph.capture_end()
+        self._keep_pools.append(graph)
+
+    def _try(self, function: Callable[[], None]) -> None:
+        """Runs ``function``: what waits for the device cannot be recorded, and torch does not recover well from trying.
+
+        Raises:
+            RuntimeError: ``function`` waits for the device, or draws random numbers elsewhere.
+        """
+        generator, cpu_generator = self.generator_state(), torch.get_rng_state()
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                function()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        self.set_generator_state(generator)
+        if not torch.equal(cpu_generator, torch.get_rng_state()):
+            torch.set_rng_state(cpu_generator)
+            raise RuntimeError("it draws random numbers on the CPU")
+        if any("synchronizing CUDA operation" in str(warning.message) for warning in caught):
+            raise RuntimeError("it waits for the device")
+
+    def _captured(self, function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
         try:
+            # Other threads, a data loader's for one, may go on allocating.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             function()
         except BaseException:
             self._abandon(graph)
@@ -92,14 +133,11 @@ class CudaRecorder:
             graph.capture_end()
         except RuntimeError:  # the device has declared the recording invalid, as after a wait for it
             torch.cuda.synchronize(self._device)
-            # torch leaves two things as they were in the recording (2.11): the allocator goes on for this pool, and the
-            # generator counts for the graph until another one ends.
+            # torch leaves three things as they were in the recording (2.11): the allocators of the device and of pinned
+            # memory go on for this pool, and the generator counts for the graph until another one ends.
             with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-            self._captured(self._almost_nothing, None)
-
-    def _almost_nothing(self) -> None:
-        torch.zeros(1, device=self._device)
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pools[-1])
+            self._new_pool()
 
     def generator_state(self) -> torch.Tensor:
         return torch.cuda.get_rng_state(self._device)
@@ -108,7 +146,7 @@ class CudaRecorder:
         torch.cuda.set_rng_state(state, self._device)
 
     def held_bytes(self) -> int:
-        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self._pool))
+        return sum(segment["total_size"] for pool in self._pools for segment in torch.cuda.memory_snapshot(pool))
 
     def allocated_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device)

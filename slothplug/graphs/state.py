@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 # Keys that are counted and not recorded yet: lengths vary in training.
 _KEYS_COUNTED = 1024
 
+_NEW = Refusal("shapes that had not recurred yet")
+_NO_ROOM = Refusal("not enough memory on the device for recordings beside the run")
+
 make_recorder = CudaRecorder
 """Makes the recorder of a device; tests put another one here."""
 
@@ -178,20 +181,22 @@ class GraphState(SharedState):
             return None
         binding, device = forward.binding, call.tensors[0].device
         assert binding is not None
-        self.lengths.observe(call)
         length = self.lengths.length(call)
         own = None if length is None or not self.settings.graph_padding else bucket(length)
         key = self._key(call, own)
-        session = self._session(key, binding)
+        session, why_not = self._session(key, binding), None
         if session is None:
             self._leave_room_for(call.tensors[0])
-            if self._recurs(key, device):
+            why_not = self._why_not_recorded(key, device)
+            if why_not is None:
                 session = self._new_session(call, own, binding)
         if session is not None:
             self.sessions.move_to_end(key)
             return Chosen(session, own)
         if own is not None and (longer := self._longer(call, own, binding)) is not None:
             return longer
+        assert why_not is not None
+        self.count(why_not)
         self._measure(forward, key, device)
         return None
 
@@ -239,20 +244,18 @@ class GraphState(SharedState):
             self._largest = x.numel()
             self._start_over()
 
-    def _recurs(self, key: Hashable, device: torch.device) -> bool:
-        """Whether a session is to be made: ``key`` was met often enough, and the memory is there."""
+    def _why_not_recorded(self, key: Hashable, device: torch.device) -> Refusal | None:
+        """None where a session is to be made: ``key`` was met often enough, and the memory is there."""
         met, size = self._met.pop(key, (0, 0))
         self._met[key] = met + 1, size
         if len(self._met) > _KEYS_COUNTED:
             self._met.popitem(last=False)
         if met < self.settings.graph_after:
-            self.reasons["shapes that had not recurred yet"] += 1
-            return False
+            return _NEW
         if not self.recorder(device).make_room(size):
-            self.reasons["not enough memory on the device for recordings beside the run"] += 1
-            return False
+            return _NO_ROOM
         self._met[key] = 0, size  # recorded anew only after it has recurred again
-        return True
+        return None
 
     def _measure(self, forward: ForwardContext, key: Hashable, device: torch.device) -> None:
         """Notes how much memory an eager forward holds for its backward: about what its recordings will hold."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class RunsAgain:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def record(self, function: Callable[[], None], name: Hashable) -> Callable[[], None]:
         module = function.__self__._module  # type: ignore[attr-defined]
         recorded = _state_of(module())
         generator = torch.get_rng_state()
