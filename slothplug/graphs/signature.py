@@ -73,7 +73,9 @@ def put_together(
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    return tuple(tensor.shape), tensor.stride()
+    """The layout of a tensor; the stride of a dimension of size 1, which means nothing, is that of a dense tensor."""
+    shape = tuple(tensor.shape)
+    return shape, dense(shape) if tensor.is_contiguous() else tensor.stride()
 
 
 def shortened(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
