@@ -51,17 +51,22 @@ def survey(model_type: str, backend: str) -> dict[str, Any]:
 
 
 def _with_lora(model: nn.Module, model_type: str, backend: str) -> dict[str, Any]:
-    """The same with an adapter on every linear layer but the head."""
+    """The same with adapters."""
+    try:
+        adapted = with_adapters(model, model_type)
+    except Exception as error:
+        return {"not_run": brief(error)}
+    return _part(adapted, backend)
+
+
+def with_adapters(model: nn.Module, model_type: str) -> nn.Module:
+    """The model with a LoRA adapter on every linear layer but the head."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     targets = _linear_layers(model, model_type) or "all-linear"
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
-    try:
-        adapted = get_peft_model(model, config)
-    except Exception as error:
-        return {"not_run": brief(error)}
-    return _part(adapted, backend)
+    return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 def _linear_layers(model: Any, model_type: str) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 from slothplug.ops import BUILT_IN
 
@@ -24,17 +26,17 @@ _PRELOAD = [
 ]
 
 
-def rows(model_types: Sequence[str], backend: str, workers: int) -> Iterator[dict[str, Any]]:
-    """The rows of ``model_types``, in their order."""
+def rows(model_types: Sequence[str], workers: int, survey: Callable[[str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows that ``survey`` makes of ``model_types``, in their order."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(lambda model_type: _row(context, model_type, backend), model_types)
+        yield from pool.map(lambda model_type: _row(context, model_type, survey), model_types)
 
 
-def _row(context: Any, model_type: str, backend: str) -> dict[str, Any]:
+def _row(context: Any, model_type: str, survey: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_row, args=(sender, model_type, backend))
+    process = context.Process(target=_send_row, args=(sender, model_type, survey))
     process.start()
     sender.close()
     try:
@@ -51,8 +53,7 @@ def _row(context: Any, model_type: str, backend: str) -> dict[str, Any]:
         receiver.close()
 
 
-def _send_row(sender: Connection, model_type: str, backend: str) -> None:
-    from tests.architectures.one import survey
-
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    sender.send(survey(model_type, backend))
+def _send_row(sender: Connection, model_type: str, survey: Callable[[str], dict[str, Any]]) -> None:
+    if not torch.cuda.is_available():  # whose driver maps more than there is
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    sender.send(survey(model_type))

@@ -10,6 +10,7 @@ parameters and with LoRA.
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from typing import Annotated
 import typer
 
 from tests.architectures.build import causal_lm_types
+from tests.architectures.one import survey
 from tests.architectures.processes import rows
 from tests.architectures.table import markdown, table_row, totals
 
@@ -29,7 +31,7 @@ def main(
 ) -> None:
     """Surveys model types and writes the table."""
     found = []
-    for row in rows(types or causal_lm_types(), backend, workers):
+    for row in rows(types or causal_lm_types(), workers, partial(survey, backend=backend)):
         print(table_row(row), flush=True)
         found.append(row)
     print(json.dumps(totals(found), indent=1))

@@ -73,6 +73,10 @@ class CastFactors(SharedState):
         self._copies: dict[Key, _Copies] = {}
         self._asked: dict[Key, tuple[weakref.ref[torch.Tensor], ...]] = {}
 
+    def begin(self, forward: ForwardContext) -> None:
+        # Where the layers' recordings are replayed, nobody asks for copies any more.
+        self._copies = {}
+
     def of(self, operands: Sequence[Operand], dtype: torch.dtype, call: ForwardContext | None) -> Factors:
         """The factors of ``operands`` in ``dtype``, without a graph.
 
