@@ -56,16 +56,16 @@ class Settings(BaseModel):
     )
 
     graphs: Literal["auto", "off"] = Field(
-        default="off",
+        default="auto",
         description="'auto' records the repeated layers as CUDA graphs where their shapes recur, and replays them: "
-        "short steps become several times faster, with the same numbers. Not the default yet.",
+        "short steps become several times faster.",
     )
     graph_shapes: int = Field(default=16, ge=1, description="The most shapes for which graphs are kept.")
     graph_after: int = Field(default=2, ge=1, description="How often a shape is met before it is recorded.")
     graph_padding: bool = Field(
         default=True,
-        description="Where lengths vary, replay layers that read no later position for sequences up to a multiple of "
-        "64: the numbers are those of other kernels for the same product, not the same bits.",
+        description="Where lengths vary, replay layers in which no position reads a later one for sequences up to a "
+        "multiple of 64: the same sums in another order, so not the same bits.",
     )
 
     @classmethod

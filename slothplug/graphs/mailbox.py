@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from slothplug.graphs.signature import Layout, shortened
+from slothplug.graphs.signature import Layout, shortened, stored
 
 
 class Mailbox:
@@ -50,7 +50,7 @@ class Mailbox:
             part = shortened(box, tensor.shape)
             if part is not box:
                 box.fill_(rest)
-            part.copy_(tensor.detach())
+            stored(part).copy_(stored(tensor.detach()))
             self._loaded[id(box)] = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:

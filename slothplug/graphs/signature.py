@@ -58,6 +58,9 @@ def _part(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     if type(value) in (tuple, list):
         parts = tuple(_part(item, tensors) for item in value)
         return None if None in parts else (type(value), parts)
+    if type(value) is dict:
+        parts = tuple(_part(item, tensors) for item in value.values())
+        return None if None in parts else (dict, tuple(value), parts)
     return None
 
 
@@ -86,6 +89,14 @@ def shortened(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with one element along each dimension in which it is expanded: each element of memory once."""
+    for at, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[at] > 1:
+            tensor = tensor.narrow(at, 0, 1)
+    return tensor
+
+
 def dense(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     strides, step = [], 1
@@ -96,7 +107,7 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_recordable(value: Any) -> bool:
-    """Whether what a unit returns is made of tensors, constants, tuples and lists."""
+    """Whether what a unit returns is made of tensors, constants, tuples, lists and dicts."""
     return _part(value, []) is not None
 
 
@@ -106,6 +117,8 @@ def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         return function(value)
     if type(value) in (tuple, list):
         return type(value)(mapped(item, function) for item in value)
+    if type(value) is dict:
+        return {name: mapped(item, function) for name, item in value.items()}
     return value
 
 

@@ -55,7 +55,13 @@ def survey(model_type: str) -> dict[str, Any]:
     try:
         equal = [_same(_step(graphed), _step(eager)) for _ in range(STEPS)]
     except Exception as error:
-        return {"type": model_type, "error": brief(error), "equal": False}
+        return {
+            "type": model_type,
+            "error": brief(error),
+            "repeatable": repeatable,
+            "equal": False,
+            **_recorded(graphed),
+        }
     return {"type": model_type, "repeatable": repeatable, "equal": all(equal), **_recorded(graphed)}
 
 
@@ -121,17 +127,18 @@ def _cell(text: str) -> str:
 
 def main(
     types: Annotated[list[str] | None, typer.Argument(help="Model types; all by default.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and OUTPUT.json.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md.")] = None,
     workers: Annotated[int, typer.Option(help="Processes at a time, each with one thread.")] = 2,
 ) -> None:
     """Surveys model types and writes the table."""
     found = []
     for row in rows(types or causal_lm_types(), workers, survey):
+        if "not_built" in row:
+            row = {"type": row["type"], "not_run": row["not_built"]}
         print(json.dumps(row), flush=True)
         found.append(row)
     print(Counter(row.get("equal") for row in found))
     if output:
-        output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         output.with_suffix(".md").write_text(markdown(found))
 
 

@@ -29,13 +29,14 @@ from tests.patching.lora_models import IDS, LAYERS, assert_equal, layer, model
 Outcome = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]
 OTHER = IDS[:, :7].contiguous()
 ON = {"graphs": "auto", "graph_padding": False}
+OFF = {"graphs": "off"}
 
 
 def twins(**config: Any) -> tuple[PeftModel, PeftModel, Report]:
     """Two equal patched models, the first with graphs, and the first one's report."""
     graphed = model(**config).to(DEVICE)
     eager = copy.deepcopy(graphed)
-    slothplug.patch(eager)
+    slothplug.patch(eager, OFF)
     return graphed, eager, slothplug.patch(graphed, ON)
 
 
@@ -107,7 +108,7 @@ def test_lengths_that_recur_are_recorded_and_others_run_eagerly() -> None:
 
 def test_the_shapes_used_least_recently_go() -> None:
     graphed, eager = model().to(DEVICE), model().to(DEVICE)
-    slothplug.patch(eager)
+    slothplug.patch(eager, OFF)
     slothplug.patch(graphed, {**ON, "graph_shapes": 1, "graph_after": 1})
     for ids, expected in ((IDS, 0), (IDS, 1), (OTHER, 1), (OTHER, 2), (IDS, 2), (IDS, 3), (IDS, 4)):
         assert_same(step(graphed, ids), step(eager, ids))
@@ -442,7 +443,7 @@ def of_lengths(graphed: nn.Module, eager: nn.Module, batch: int) -> None:
 def test_lengths_share_recordings(checkpointing: str, batch: int) -> None:
     graphed = model().to(DEVICE)
     eager = copy.deepcopy(graphed)
-    slothplug.patch(eager)
+    slothplug.patch(eager, OFF)
     slothplug.patch(graphed, PADDED)
     if checkpointing != "off":
         for one in (graphed, eager):
@@ -475,7 +476,7 @@ def units(unit: type[nn.Module], *arguments: Callable[[torch.Tensor], Any]) -> t
         kind.forward.__module__ = "transformers.models.unit"  # a framework's code changes no model inside a call
     eager = Model()
     graphed = copy.deepcopy(eager)
-    slothplug.patch(eager, {"ops": ["rms_norm"]})
+    slothplug.patch(eager, {**OFF, "ops": ["rms_norm"]})
     slothplug.patch(graphed, {**PADDED, "ops": ["rms_norm"]})
     return graphed, eager
 
@@ -503,6 +504,25 @@ def test_units_with_other_arguments_of_the_same_shape() -> None:
     assert replays(graphed) == 3 * 2
 
 
+def test_arguments_that_are_expanded_or_lie_in_a_dictionary() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.norm(x) * scales["one"] + scales["other"]
+
+    def scales(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"one": torch.arange(3.0)[:, None].expand(x.shape), "other": torch.ones(16).expand(x.shape)}
+
+    graphed, eager = units(Unit, scales, scales)
+    for _ in range(5):
+        x = torch.randn(2, 3, 16)
+        assert torch.equal(graphed(x), eager(x))
+    assert replays(graphed) == 3 * 2
+
+
 def test_a_unit_that_reads_later_positions_is_recorded_for_its_own_lengths() -> None:
     class Unit(nn.Module):
         def __init__(self) -> None:
@@ -522,7 +542,7 @@ def test_a_unit_that_reads_later_positions_is_recorded_for_its_own_lengths() -> 
 def test_dropout_keeps_each_length_to_itself() -> None:
     graphed = model(lora_dropout=0.2).to(DEVICE)
     eager = copy.deepcopy(graphed)
-    slothplug.patch(eager)
+    slothplug.patch(eager, OFF)
     slothplug.patch(graphed, PADDED)
     for ids in (IDS, OTHER, IDS, OTHER, IDS, OTHER, IDS, OTHER, IDS, OTHER):
         assert_same(step(graphed, ids), step(eager, ids))
@@ -671,7 +691,7 @@ class TestLifecycle:
 
     def test_off(self) -> None:
         one = model().to(DEVICE)
-        report = slothplug.patch(one)
+        report = slothplug.patch(one, OFF)
         assert not any(isinstance(s := p.__dict__.get(STATE), Served) and s.op == "graphs" for p in one.modules())
         assert "graphs" not in str(report)
 
