@@ -28,8 +28,9 @@ _PRELOAD = [
 
 def rows(model_types: Sequence[str], workers: int, survey: Callable[[str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that ``survey`` makes of ``model_types``, in their order."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():  # CUDA does not survive a fork
+        context.set_forkserver_preload(_PRELOAD)
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(lambda model_type: _row(context, model_type, survey), model_types)
 
