@@ -152,8 +152,9 @@ class CudaRecorder:
         return torch.cuda.memory_allocated(self._device)
 
     def make_room(self, size: int) -> bool:
-        most, total = torch.cuda.max_memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[1]
-        if most + size > total:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        most, now = (of(self._device) for of in (torch.cuda.max_memory_reserved, torch.cuda.memory_reserved))
+        if most + size > now + free:
             return False
         torch.cuda.empty_cache()  # a recording cannot use what is cached for others
         return True

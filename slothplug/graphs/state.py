@@ -187,7 +187,7 @@ class GraphState(SharedState):
         session, why_not = self._session(key, binding), None
         if session is None:
             self._leave_room_for(call.tensors[0])
-            why_not = self._why_not_recorded(key, device)
+            why_not = self._why_not_recorded(key, device, binding)
             if why_not is None:
                 session = self._new_session(call, own, binding)
         if session is not None:
@@ -244,7 +244,7 @@ class GraphState(SharedState):
             self._largest = x.numel()
             self._start_over()
 
-    def _why_not_recorded(self, key: Hashable, device: torch.device) -> Refusal | None:
+    def _why_not_recorded(self, key: Hashable, device: torch.device, binding: Binding) -> Refusal | None:
         """None where a session is to be made: ``key`` was met often enough, and the memory is there."""
         met, size = self._met.pop(key, (0, 0))
         self._met[key] = met + 1, size
@@ -252,7 +252,7 @@ class GraphState(SharedState):
             self._met.popitem(last=False)
         if met < self.settings.graph_after:
             return _NEW
-        if not self.recorder(device).make_room(size):
+        if not self.recorder(device).make_room(size + _optimizer_bytes(binding)):
             return _NO_ROOM
         self._met[key] = 0, size  # recorded anew only after it has recurred again
         return None
@@ -292,6 +292,12 @@ class GraphState(SharedState):
 
 
 GraphServed: TypeAlias = Served[None, GraphState]
+
+
+def _optimizer_bytes(binding: Binding) -> int:
+    """What a first step of Adam is going to add: a gradient and two moments in float32 for each trained parameter."""
+    units = (facts for facts in binding.facts.values() if isinstance(facts, UnitFacts))
+    return sum(12 * each.now().numel() for facts in units for each in facts.trained)
 
 
 def _process_switches() -> tuple[bool | str, ...]:

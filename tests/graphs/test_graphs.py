@@ -355,6 +355,22 @@ def test_checkpointed_steps_are_equal_to_the_bit(reentrant: bool, dropout: float
     assert calls == ({5 * 2} if reentrant else {5 * 2, 5 * 2 - 2})
 
 
+def test_outputs_that_transformers_collects_inside_a_layer() -> None:
+    """It puts hooks on a layer's parts when a call first asks for them."""
+    graphed, eager, _ = twins()
+    for one in (graphed, eager):
+        one.base_model.model.set_attn_implementation("eager")
+    train(graphed, eager, 4)
+    assert replays(graphed) == 2 * LAYERS
+    for options in ({"output_attentions": True}, {"output_hidden_states": True}):
+        ours, theirs = (one(input_ids=IDS, labels=IDS, **options) for one in (graphed, eager))
+        for name in ("attentions", "hidden_states"):
+            pairs = list(zip(ours.get(name) or (), theirs.get(name) or (), strict=True))
+            assert len(pairs) == (0 if f"output_{name}" not in options else LAYERS + (name == "hidden_states"))
+            assert all(torch.equal(*pair) for pair in pairs)
+    train(graphed, eager, 4)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_micro_batches(reentrant: bool) -> None:
     graphed, eager, _ = checkpointed(reentrant, lora_dropout=0.2)
