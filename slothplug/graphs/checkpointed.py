@@ -69,14 +69,15 @@ def _checkpointed(
     unit: nn.Module, served: GraphServed, given: Callable[..., Any], function: Callable[..., Any], *args: Any
 ) -> Any:
     """What ``given(function, *args)`` returns, where ``function`` is the unit's call with keyword arguments."""
-    found = _first_pass(unit, served, function, args)
-    if isinstance(found, Refusal):
-        served.shared.count(found)
-        return given(function, *args)
-    captured, call, chosen = found
-    trained = chosen.session.facts_of(served).trained
-    outputs = _Checkpointed.apply(captured, call, chosen, *call.tensors, *(each.now() for each in trained))
-    return captured.returned(outputs)
+    with served.shared.lock:
+        found = _first_pass(unit, served, function, args)
+        if not isinstance(found, Refusal):
+            captured, call, chosen = found
+            trained = chosen.session.facts_of(served).trained
+            outputs = _Checkpointed.apply(captured, call, chosen, *call.tensors, *(each.now() for each in trained))
+            return captured.returned(outputs)
+    served.shared.count(found)
+    return given(function, *args)
 
 
 def _first_pass(
@@ -132,7 +133,7 @@ class _Checkpointed(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call._replace(tensors=list(ctx.saved_tensors))
         kept = [grad_outputs[i] for i in ctx.kept]
-        with _generator_at(ctx.recorder, ctx.generator):
+        with call.served.shared.lock, _generator_at(ctx.recorder, ctx.generator):
             recording = _recompute(call, ctx.chosen)
             if isinstance(recording, Captured):
                 with call.autocast():
@@ -150,7 +151,7 @@ _CHANGED = Refusal("the model was changed or called between a checkpointed call 
 
 
 def _recompute(call: Call, chosen: Chosen) -> Captured | Refusal:
-    if call.served.shared.open_uses or not chosen.session.holds_in_backward():
+    if not call.served.shared.may_recompute(chosen.session):
         return _CHANGED
     with torch.enable_grad(), call.autocast():
         return recorded(call, chosen, Purpose.RECOMPUTE)

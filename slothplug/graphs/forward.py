@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,18 +31,17 @@ def fast_unit(module: nn.Module, served: GraphServed, /, *args: Any, **kwargs: A
         return served.original(module, *args, **kwargs)
     call = take_call(module, served, args, kwargs)
     if isinstance(call, Refusal):
-        return _eagerly(call, module, served, args, kwargs)
-    found = _recording(call, forward)
-    if isinstance(found, Refusal):
-        return _eagerly(found, module, served, args, kwargs)
-    return found(call.tensors)
-
-
-def _eagerly(
-    why: Refusal, module: nn.Module, served: GraphServed, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+        why = call
+    else:
+        with served.shared.lock:
+            found = _recording(call, forward)
+            if isinstance(found, Captured):
+                return found(call.tensors)
+        why = found
     served.shared.count(why)
-    return served.original(module, *args, **kwargs)
+    # In a backward no call is in progress that keeps other threads from recording, which changes parameters.
+    with served.shared.lock if forward is None else nullcontext():
+        return served.original(module, *args, **kwargs)
 
 
 def _recording(call: Call, forward: ForwardContext | None) -> Captured | Refusal:
@@ -70,6 +70,8 @@ def recorded(call: Call, chosen: Chosen, purpose: Purpose) -> Captured | Refusal
     if captured is None:
         if key in session.refused or (purpose is Purpose.CALL and not session.recording):
             return session.refused.get(key, _LATER)
+        if not call.served.shared.is_alone():
+            return Refusal()  # the call that came from another thread was counted
         made = _record(call, layouts, session, purpose)
         if isinstance(made, Refusal):
             session.refused[key] = made

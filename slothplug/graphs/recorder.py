@@ -32,6 +32,9 @@ class Recorder(Protocol):
             Exception: what ``function`` raises, or the device where it cannot record; nothing is being recorded then.
         """
 
+    def follow(self) -> None:
+        """What is launched from now on comes after what was replayed before, on whichever streams."""
+
     def generator_state(self) -> torch.Tensor:
         """Where the device's random numbers are."""
 
@@ -54,10 +57,17 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._used_on = torch.cuda.current_stream(device)
         self._waits_not: set[Hashable] = set()
         self._pools: list[Any] = []
         self._keep_pools: list[torch.cuda.CUDAGraph] = []
         self._new_pool()
+
+    def follow(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if current != self._used_on:
+            current.wait_stream(self._used_on)
+            self._used_on = current
 
     def record(self, function: Callable[[], None], name: Hashable) -> Replay:
         collects = gc.isenabled()

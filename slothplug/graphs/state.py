@@ -9,6 +9,7 @@ the backward that belongs to it, uses recordings at a time, and every other call
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _KEYS_COUNTED = 1024
 
 _NEW = Refusal("shapes that had not recurred yet")
+_THREADS = Refusal("several threads call the model")
 _NO_ROOM = Refusal("not enough memory on the device for recordings beside the run")
 
 make_recorder = CudaRecorder
@@ -125,6 +127,8 @@ class GraphState(SharedState):
 
     Attributes:
         takes_use_cache: whether the model's forward has a parameter ``use_cache``.
+        lock: held while recordings are made or replayed, except in the backward of a replayed forward: until that has
+            come, nobody else uses recordings.
         open_uses: replayed forwards whose backward may still come; all are of one call of the model.
         lengths: what the units' calls have shown about sequences.
         sessions: by the key of the first unit that was called; the one used least recently comes first.
@@ -135,11 +139,14 @@ class GraphState(SharedState):
     def __init__(self) -> None:
         self.settings = Settings()
         self.takes_use_cache = False
+        self.lock = threading.RLock()
         self.open_uses = 0
         self.replays = 0
         self.reasons: Counter[str] = Counter()
         self.sessions: OrderedDict[Hashable, Session] = OrderedDict()
         self._met: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+        self._calls = 0
+        self._threads: set[int] = set()
         self._largest = 0
         self.lengths = Lengths()
         self._latest: Chosen | None = None
@@ -147,19 +154,51 @@ class GraphState(SharedState):
         self._mailboxes: dict[torch.device, Mailbox] = {}
 
     def begin(self, forward: ForwardContext) -> None:
-        given = forward.keywords
-        trains = forward.labels is not None and torch.is_grad_enabled()
-        if self.takes_use_cache and trains and given.get("use_cache") is None and given.get("past_key_values") is None:
-            # A step needs no keys and values of earlier tokens, and layers that are given a cache cannot be recorded.
-            given["use_cache"] = False
-        self._latest = None
-        if not self.open_uses:
-            for session in self.sessions.values():
-                session.last = -1
-                if session.recording:
-                    session.close()
-            for mailbox in self._mailboxes.values():
-                mailbox.forget()
+        if self._needs_no_cache(forward):
+            # Layers that are given a cache cannot be recorded.
+            forward.keywords["use_cache"] = False
+        with self.lock:
+            self._calls += 1
+            forward.at_end.append(self._end)
+            self._threads.add(threading.get_ident())
+            if len(self._threads) > 1:
+                self.count(_THREADS)
+                forward.notes[self] = None
+                return
+            self._latest = None
+            if not self.open_uses:
+                self._close_sessions()
+
+    def _needs_no_cache(self, forward: ForwardContext) -> bool:
+        """Whether a call is a step that would build a cache that nobody reads, for the positions that are the default.
+
+        Without a cache, transformers looks in positions that are passed for the ends of packed sequences.
+        """
+        labels, given = forward.labels, forward.keywords
+        if not self.takes_use_cache or labels is None or not torch.is_grad_enabled():
+            return False
+        asked = ("use_cache", "past_key_values", "cache", "position_ids")
+        return labels.numel() > 0 and all(given.get(name) is None for name in asked)
+
+    def _end(self) -> None:
+        with self.lock:
+            self._calls -= 1
+
+    def _close_sessions(self) -> None:
+        for session in self.sessions.values():
+            session.last = -1
+            if session.recording:
+                session.close()
+        for mailbox in self._mailboxes.values():
+            mailbox.forget()
+
+    def is_alone(self) -> bool:
+        """Whether one thread alone has called the model: recording a unit changes its parameters for a moment."""
+        return len(self._threads) == 1
+
+    def may_recompute(self, session: Session) -> bool:
+        """Whether a session serves what is recomputed in a backward."""
+        return not self.open_uses and not self._calls and session.holds_in_backward()
 
     def session_of(self, forward: ForwardContext, call: Call) -> Chosen | None:
         """What serves a call of the model whose first unit is called; None if its units run eagerly."""
@@ -171,9 +210,9 @@ class GraphState(SharedState):
     def session_in_backward(self) -> Chosen | None:
         """What served the latest call of the model, for what is recomputed in its backward."""
         chosen = self._latest
-        if chosen is None or self.open_uses or torch._C._current_graph_task_id() == -1:
+        if chosen is None or torch._C._current_graph_task_id() == -1:
             return None
-        return chosen if chosen.session.holds_in_backward() else None
+        return chosen if self.may_recompute(chosen.session) else None
 
     def _choose(self, forward: ForwardContext, call: Call) -> Chosen | None:
         if self.open_uses:
@@ -192,8 +231,10 @@ class GraphState(SharedState):
                 session = self._new_session(call, own, binding)
         if session is not None:
             self.sessions.move_to_end(key)
+            self.recorder(device).follow()
             return Chosen(session, own)
         if own is not None and (longer := self._longer(call, own, binding)) is not None:
+            self.recorder(device).follow()
             return longer
         assert why_not is not None
         self.count(why_not)

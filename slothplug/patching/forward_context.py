@@ -116,9 +116,10 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
         labels = kwargs.get("labels")
         if labels is None and labels_at is not None and len(args) > labels_at:
             labels = args[labels_at]
-        forward = _active.forward = ForwardContext(state.context, labels, kwargs, state.guard.check(self))
+        forward = _active.forward = ForwardContext(state.context, labels, kwargs, None)
         try:
             state.context.begin(forward)
+            forward.binding = state.guard.check(self)
             return plain_call(self, *args, **kwargs)
         except BaseException:
             forward.failed = True

@@ -34,6 +34,9 @@ class RunsAgain:
 
         return replay
 
+    def follow(self) -> None:
+        pass
+
     def generator_state(self) -> torch.Tensor:
         return torch.get_rng_state()
 

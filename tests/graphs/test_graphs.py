@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -23,6 +24,7 @@ from slothplug.patching.private_class import is_patched
 from slothplug.patching.report import Report
 from slothplug.patching.served import STATE, Served
 from tests.graphs.replaying import RunsAgain
+from tests.patching.conftest import on_device
 from tests.patching.device import DEVICE
 from tests.patching.lora_models import IDS, LAYERS, assert_equal, layer, model
 
@@ -353,6 +355,37 @@ def test_checkpointed_steps_are_equal_to_the_bit(reentrant: bool, dropout: float
     # In the two eager steps torch ends a recompute that is not reentrant before down_proj.
     calls = {site.calls.served for site in report.fused if site.op == "lora"}
     assert calls == ({5 * 2} if reentrant else {5 * 2, 5 * 2 - 2})
+
+
+def test_positions_of_packed_sequences() -> None:
+    """Without a cache transformers would keep packed sequences apart, and with one it does not."""
+    graphed, eager, _ = twins()
+    for one in (graphed, eager):
+        one.config.use_cache = True
+    positions = torch.cat([torch.arange(4), torch.arange(6)]).expand(3, 10)
+    train(graphed, eager, 4, position_ids=positions)
+
+
+def test_calls_from_another_thread() -> None:
+    graphed, eager, report = twins()
+    train(graphed, eager, 4)
+    before = replays(graphed)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with on_device():
+                train(graphed, eager, 4)
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failures
+    train(graphed, eager, 2)
+    assert replays(graphed) == before
+    assert "several threads call the model" in str(report)
 
 
 def test_outputs_that_transformers_collects_inside_a_layer() -> None:
@@ -711,6 +744,18 @@ class TestLifecycle:
         report = slothplug.patch(one, OFF)
         assert not any(isinstance(s := p.__dict__.get(STATE), Served) and s.op == "graphs" for p in one.modules())
         assert "graphs" not in str(report)
+
+
+@pytest.mark.gpu
+def test_steps_on_other_streams() -> None:
+    graphed, eager, _ = twins()
+    train(graphed, eager, 4)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in (*streams, *streams):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            train(graphed, eager, 1)
+    assert replays(graphed) == 8 * LAYERS
 
 
 @pytest.mark.gpu

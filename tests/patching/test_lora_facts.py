@@ -18,7 +18,7 @@ from slothplug.ops.lora.facts import LoraFacts
 from slothplug.patching.forward_context import facts_of
 from slothplug.patching.served import STATE
 from tests.patching.device import DEVICE
-from tests.patching.lora_models import IDS, Outcome, assert_equal, fallbacks, layer, logits, pair, step
+from tests.patching.lora_models import IDS, Outcome, assert_equal, fallbacks, layer, logits, model, pair, patch, step
 
 Q = "layers.1.self_attn.q_proj"
 
@@ -222,7 +222,8 @@ def test_a_merge_between_two_calls_is_noticed() -> None:
 
 
 def test_facts_are_bound_again_for_a_state_that_lasts() -> None:
-    fast, stock, report = pair()
+    fast = model()
+    stock, report = copy.deepcopy(fast), patch(fast, graphs="off")
     step(fast)
     for one in (fast, stock):
         scale(one)
