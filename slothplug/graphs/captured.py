@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from slothplug.graphs.call import Call
-from slothplug.graphs.facts import Trained
+from slothplug.graphs.gradients import Gradients
+from slothplug.graphs.isolation import aliased, no_autocast_cache, uncounted
+from slothplug.graphs.sessions import Session, Use
 from slothplug.graphs.signature import (
     PLACEHOLDER,
     Layout,
-    dense,
     is_recordable,
     layout_of,
     mapped,
@@ -24,7 +23,7 @@ from slothplug.graphs.signature import (
     shortened,
     skeleton,
 )  # fmt: skip
-from slothplug.graphs.state import GraphState, Session, Use
+from slothplug.graphs.state import GraphState
 from slothplug.kernels.once_differentiable import once_differentiable
 from slothplug.patching.forward_context import recorded_call
 from slothplug.patching.served import STATE, Served
@@ -92,7 +91,7 @@ class Captured:
         self._grad_boxes = [
             self._mailbox.box(("grad_output", i), layout_of(y), y) for i, y in enumerate(self._delivered)
         ]
-        self._grads: _Gradients | None = None
+        self._grads: Gradients | None = None
         if purpose is Purpose.FIRST_PASS:
             self._drop_saved()
 
@@ -238,11 +237,11 @@ class Captured:
         inputs = [box.clone().requires_grad_(needed) for box, needed in zip(self._boxes, self._needs_grad, strict=True)]
         args, kwargs = put_together(self._args, self._kwargs, inputs)
         with (
-            _aliased(self._trained) as aliases,
+            aliased(self._trained) as aliases,
             recorded_call(served.context),
-            _uncounted(module) as counted,
+            uncounted(module) as counted,
             torch.set_grad_enabled(self._grad),
-            _no_autocast_cache(),
+            no_autocast_cache(),
         ):
             output = served.original(module, *args, **kwargs)
         if not is_recordable(output):
@@ -269,39 +268,8 @@ class Captured:
             allow_unused=True,
         )
         if self._grads is None:
-            self._grads = _Gradients(grads, self._mailbox)
+            self._grads = Gradients(grads, self._mailbox)
         self._grads.put(grads)
-
-
-class _Gradients:
-    """Where a recorded backward leaves its gradients: one box for each dtype, of which callers get parts of a copy."""
-
-    def __init__(self, grads: Sequence[torch.Tensor | None], mailbox: Any) -> None:
-        self._places: list[tuple[torch.dtype, torch.Size, int] | None] = []
-        sizes: dict[torch.dtype, int] = {}
-        for grad in grads:
-            if grad is None:
-                self._places.append(None)
-                continue
-            begin = sizes.get(grad.dtype, 0)
-            self._places.append((grad.dtype, grad.shape, begin))
-            sizes[grad.dtype] = begin + -(-grad.numel() // 64) * 64
-        device = next(grad.device for grad in grads if grad is not None)
-        self._boxes = {dtype: mailbox.flat("gradients", size, dtype, device) for dtype, size in sizes.items()}
-
-    def put(self, grads: Sequence[torch.Tensor | None]) -> None:
-        sources = [grad for grad in grads if grad is not None]
-        targets = [part for part in self._parts(self._boxes) if part is not None]
-        torch._foreach_copy_(targets, sources)
-
-    def delivered(self) -> list[torch.Tensor | None]:
-        return self._parts({dtype: box.clone() for dtype, box in self._boxes.items()})
-
-    def _parts(self, boxes: Mapping[torch.dtype, torch.Tensor]) -> list[torch.Tensor | None]:
-        return [
-            None if place is None else boxes[place[0]].as_strided(place[1], dense(place[1]), place[2])
-            for place in self._places
-        ]
 
 
 class _WithoutMemory(torch.autograd.Function):
@@ -339,46 +307,3 @@ class _Replayed(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.use.end()
         return (None, None, *grads)
-
-
-@contextlib.contextmanager
-def _aliased(trained: Sequence[Trained]) -> Iterator[list[nn.Parameter]]:
-    """Gives the unit aliases of its parameters, which have autograd nodes of their own.
-
-    The node that accumulates a parameter's gradient belongs to the stream on which the parameter was first used, and a
-    recording must not wait for another stream.
-    """
-    originals = [each.now() for each in trained]
-    aliases = [nn.Parameter(parameter.detach()) for parameter in originals]
-    try:
-        for each, alias in zip(trained, aliases, strict=True):
-            each.parameters[each.name] = alias
-        yield aliases
-    finally:
-        for each, original in zip(trained, originals, strict=True):
-            each.parameters[each.name] = original
-
-
-@contextlib.contextmanager
-def _uncounted(module: nn.Module) -> Iterator[list[tuple[Any, int, int]]]:
-    """Yields a list that is filled with the calls of served modules inside, which are not counted themselves."""
-    states = [part.__dict__.get(STATE) for part in module.modules() if part is not module]
-    before = [(s.calls, s.calls.served, s.calls.collected) for s in states if isinstance(s, Served)]
-    counted: list[tuple[Any, int, int]] = []
-    try:
-        yield counted
-    finally:
-        for calls, served, collected in before:
-            counted.append((calls, calls.served - served, calls.collected - collected))
-            calls.served, calls.collected = served, collected
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """A weight's cast that a recording makes is memory of the recording, which later operations must not find."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -21,8 +21,9 @@ from slothplug.graphs.captured import Captured, Purpose
 from slothplug.graphs.facts import Trained
 from slothplug.graphs.forward import recorded, session_of
 from slothplug.graphs.recorder import Recorder
+from slothplug.graphs.sessions import Chosen
 from slothplug.graphs.signature import mapped, put_together
-from slothplug.graphs.state import Chosen, GraphServed
+from slothplug.graphs.state import GraphServed
 from slothplug.kernels.once_differentiable import once_differentiable
 from slothplug.patching.forward_context import current_forward
 from slothplug.patching.served import STATE

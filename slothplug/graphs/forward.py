@@ -12,8 +12,9 @@ from torch import nn
 from slothplug.graphs.call import Call, take_call
 from slothplug.graphs.captured import Captured, Purpose
 from slothplug.graphs.facts import UnitFacts
+from slothplug.graphs.sessions import Chosen, Session
 from slothplug.graphs.signature import Layout
-from slothplug.graphs.state import Chosen, GraphServed, Session
+from slothplug.graphs.state import GraphServed
 from slothplug.patching.forward_context import ForwardContext, current_forward, facts_of
 from slothplug.patching.sites import Refusal
 

@@ -1,19 +1,12 @@
-"""What the units of one patched model share: memory, the sessions in which they were recorded, and who uses them now.
-
-The recordings of one session are made in one call of the model and its backward. What a forward saves for its backward
-lies in memory of the pool that is held while the session is being made, so within a session nothing overlaps that is
-alive at one time, in whatever order the backward runs. Sessions overlap each other: at most one call of the model, with
-the backward that belongs to it, uses recordings at a time, and every other call runs eagerly.
-"""
+"""What the units of one patched model share: which session serves a call, memory, and what the report says."""
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -22,15 +15,13 @@ from slothplug.graphs.facts import UnitFacts
 from slothplug.graphs.lengths import Lengths, bucket
 from slothplug.graphs.mailbox import Mailbox
 from slothplug.graphs.recorder import CudaRecorder, Recorder
+from slothplug.graphs.sessions import Chosen, Session, process_switches
 from slothplug.patching.eligibility import Binding
 from slothplug.patching.forward_context import ForwardContext
 from slothplug.patching.model_context import SharedState
 from slothplug.patching.served import Served
 from slothplug.patching.sites import Refusal
 from slothplug.settings import Settings
-
-if TYPE_CHECKING:
-    from slothplug.graphs.captured import Captured
 
 # Keys that are counted and not recorded yet: lengths vary in training.
 _KEYS_COUNTED = 1024
@@ -41,85 +32,6 @@ _NO_ROOM = Refusal("not enough memory on the device for recordings beside the ru
 
 make_recorder = CudaRecorder
 """Makes the recorder of a device; tests put another one here."""
-
-
-class Use:
-    """A replayed forward whose backward may still come. It ends with that backward, or when autograd drops the node."""
-
-    __slots__ = ("__weakref__", "_ended", "_state")
-
-    def __init__(self, state: GraphState) -> None:
-        self._state, self._ended = state, False
-        state.open_uses += 1
-
-    def end(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._state.open_uses -= 1
-
-    def is_open(self) -> bool:
-        return not self._ended
-
-    def __del__(self) -> None:
-        self.end()
-
-
-class Session:
-    """The recordings made in one call of the model.
-
-    Attributes:
-        binding: the state of the model that they hold for. The model owns it, and refers to this.
-        size: elements of the first tensor of the first unit's call.
-        captured: by what a unit's call is recorded for.
-        refused: why a unit could not be recorded, by the same.
-        recording: True until the next call of the model begins.
-        last: place of the unit that was replayed last in the call in progress. Temporary tensors of a forward may lie
-            where a later one saves, so units are replayed in the order in which they were recorded.
-    """
-
-    def __init__(self, binding: Binding, size: int) -> None:
-        self.binding, self.size = weakref.ref(binding), size
-        self.captured: dict[Hashable, Captured] = {}
-        self.refused: dict[Hashable, Refusal] = {}
-        self.recording = True
-        self.last = -1
-        self._switches = _process_switches()
-        self._task = -1
-        self._holds = False
-
-    def facts_of(self, served: Served[None, GraphState]) -> UnitFacts:
-        """What holds for a unit in the state of the recordings."""
-        binding = self.binding()
-        assert binding is not None  # it holds, or this session would not have been chosen
-        facts: UnitFacts = binding.facts[served]
-        return facts
-
-    def holds_in_backward(self) -> bool:
-        """Whether the model is in the state of the recordings; asked once in each backward."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            binding = self.binding()
-            same = self._switches == _process_switches()
-            self._task, self._holds = task, same and binding is not None and binding.holds()
-        return self._holds
-
-    def close(self) -> None:
-        """Gives the memory of saved tensors back to the pool, for the next session."""
-        self.recording = False
-        for captured in self.captured.values():
-            captured.release()
-
-
-class Chosen(NamedTuple):
-    """What serves one call of the model.
-
-    Attributes:
-        session: holds the recordings.
-        length: of the sequences for which they were made; None if for the call's own layouts only.
-    """
-
-    session: Session
-    length: int | None
 
 
 class GraphState(SharedState):
@@ -242,7 +154,7 @@ class GraphState(SharedState):
         return None
 
     def _key(self, call: Call, length: int | None) -> Hashable:
-        return call.structure, self.lengths.layouts(call, length), _process_switches()
+        return call.structure, self.lengths.layouts(call, length), process_switches()
 
     def _session(self, key: Hashable, binding: Binding) -> Session | None:
         session = self.sessions.get(key)
@@ -339,19 +251,3 @@ def _optimizer_bytes(binding: Binding) -> int:
     """What a first step of Adam is going to add: a gradient and two moments in float32 for each trained parameter."""
     units = (facts for facts in binding.facts.values() if isinstance(facts, UnitFacts))
     return sum(12 * each.now().numel() for facts in units for each in facts.trained)
-
-
-def _process_switches() -> tuple[bool | str, ...]:
-    """What the process has set that chooses kernels."""
-    cuda = torch.backends.cuda
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
