@@ -69,7 +69,8 @@ def recorded(call: Call, chosen: Chosen, purpose: Purpose) -> Captured | Refusal
     key = call.structure, layouts, purpose
     captured = session.captured.get(key)
     if captured is None:
-        if key in session.refused or (purpose is Purpose.CALL and not session.recording):
+        # Later, the memory of what other units save is the pool's again: only a recompute finds none of it alive.
+        if key in session.refused or (purpose is not Purpose.RECOMPUTE and not session.recording):
             return session.refused.get(key, _LATER)
         if not call.served.shared.is_alone():
             return Refusal()  # the call that came from another thread was counted

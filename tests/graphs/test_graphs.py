@@ -460,6 +460,19 @@ def test_a_checkpointed_model_that_changes_before_its_backward() -> None:
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_of_which_some_are_checkpointed(reentrant: bool) -> None:
+    graphed, eager, _ = checkpointed(reentrant, lora_dropout=0.2)
+    for one in (graphed, eager):
+        layer(one, "layers.1").gradient_checkpointing = False
+    train(graphed, eager, 5)
+    for one in (graphed, eager):
+        layer(one, "layers.0").gradient_checkpointing = False
+        layer(one, "layers.1").gradient_checkpointing = True
+    train(graphed, eager, 5)
+    assert replays(graphed) > 0
+
+
 def test_another_checkpointing_function_is_called() -> None:
     graphed, eager, _ = checkpointed(False)
     called = []
