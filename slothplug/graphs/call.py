@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _HOOKS = Refusal("tensors saved for the backward are somebody else's to keep (checkpointing, offload)")
 _INFERENCE = Refusal("inference mode")
+_NO_TENSOR = Refusal("no tensor among its arguments")
 _LARGE = Refusal("so many tokens that the device, not Python, takes the time")
 
 # Llama-3-8B's shape on an H200, LoRA, bfloat16: a step of 512 tokens takes 40 ms instead of 152, one of 2048 tokens 129
@@ -61,8 +62,11 @@ def take_call(module: nn.Module, served: GraphServed, args: tuple[Any, ...], kwa
     signature = take_apart(args, kwargs)
     if isinstance(signature, Refusal):
         return signature
-    x = signature.tensors[0] if signature.tensors else None
-    if x is None or x.numel() > _MOST_TOKENS * x.shape[-1]:
+    if not signature.tensors:
+        return _NO_TENSOR
+    x = signature.tensors[0]
+    if x.numel() > _MOST_TOKENS * x.shape[-1]:
+        served.shared.leave_room_for(x)
         return _LARGE
     autocast_to = _autocast_dtype(served.device_type)
     structure = served.name, signature.structure, torch.is_grad_enabled(), autocast_to

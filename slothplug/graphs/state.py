@@ -137,7 +137,7 @@ class GraphState(SharedState):
         key = self._key(call, own)
         session, why_not = self._session(key, binding), None
         if session is None:
-            self._leave_room_for(call.tensors[0])
+            self.leave_room_for(call.tensors[0])
             why_not = self._why_not_recorded(key, device, binding)
             if why_not is None:
                 session = self._new_session(call, own, binding)
@@ -191,11 +191,16 @@ class GraphState(SharedState):
                 return Chosen(session, length)
         return None
 
-    def _leave_room_for(self, x: torch.Tensor) -> None:
-        """Before more elements than ever run eagerly, recordings go: without them there would be their memory, too."""
-        if x.numel() > self._largest:
-            self._largest = x.numel()
-            self._start_over()
+    def leave_room_for(self, x: torch.Tensor) -> None:
+        """Before more elements than ever run eagerly, recordings go: without them there would be their memory, too.
+
+        Args:
+            x: the first tensor that a unit is called with.
+        """
+        with self.lock:
+            if x.numel() > self._largest and not self.open_uses:
+                self._largest = x.numel()
+                self._start_over()
 
     def _why_not_recorded(self, key: Hashable, device: torch.device, binding: Binding) -> Refusal | None:
         """None where a session is to be made: ``key`` was met often enough, and the memory is there."""

@@ -651,7 +651,11 @@ def test_nothing_is_recorded_where_the_memory_is_not_there(monkeypatch: pytest.M
     assert any("memory" in reason for reason in state_of(graphed).reasons)
 
 
-def test_a_longer_sequence_than_ever_finds_the_memory_of_the_recordings() -> None:
+@pytest.mark.parametrize("most_tokens", [15, 2048])
+def test_a_longer_sequence_than_ever_finds_the_memory_of_the_recordings(
+    most_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slothplug.graphs.call._MOST_TOKENS", most_tokens)
     graphed, eager, _ = twins()
     short = IDS[:, :4].contiguous()
     for _ in range(4):
