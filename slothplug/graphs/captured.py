@@ -11,7 +11,7 @@ import torch
 
 from slothplug.graphs.call import Call
 from slothplug.graphs.gradients import Gradients
-from slothplug.graphs.isolation import aliased, no_autocast_cache, uncounted
+from slothplug.graphs.isolation import aliased, no_autocast_cache, nothing_left_behind, uncounted
 from slothplug.graphs.sessions import Session, Use
 from slothplug.graphs.signature import (
     PLACEHOLDER,
@@ -86,7 +86,8 @@ class Captured:
         self._structure: Any = None
         self._counted: list[tuple[Any, int, int]] = []
         self._mailbox.load(self._boxes, call.tensors)
-        self._replay = self._recorder.record(self._run_forward, (*self._name, "forward"))
+        with nothing_left_behind(call.module, self._device):
+            self._replay = self._recorder.record(self._run_forward, (*self._name, "forward"))
         self._replay_backward: Any = None
         self._grad_boxes = [
             self._mailbox.box(("grad_output", i), layout_of(y), y) for i, y in enumerate(self._delivered)

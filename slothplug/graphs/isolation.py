@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,6 +45,36 @@ def uncounted(module: nn.Module) -> Iterator[list[tuple[Any, int, int]]]:
         for calls, served, collected in before:
             counted.append((calls, calls.served - served, calls.collected - collected))
             calls.served, calls.collected = served, collected
+
+
+@contextlib.contextmanager
+def nothing_left_behind(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """For recording, which may run a unit once more than it was called, and whose replays run no Python.
+
+    Raises:
+        RuntimeError: the unit writes into its buffers, or draws random numbers that are not the device's. Both are as
+            they were before.
+    """
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
+    cpu = torch.get_rng_state() if device.type != "cpu" else None
+    python, numpy = random.getstate(), np.random.get_state()
+    yield
+    if any(buffer._version != version for buffer, version, _ in buffers):
+        with torch.no_grad():
+            for buffer, _, value in buffers:
+                buffer.copy_(value)
+        raise RuntimeError("it writes into its buffers")
+    if random.getstate() != python or not _same(np.random.get_state(), numpy):
+        random.setstate(python)
+        np.random.set_state(numpy)
+        raise RuntimeError("it draws random numbers from Python or NumPy")
+    if cpu is not None and not torch.equal(cpu, torch.get_rng_state()):
+        torch.set_rng_state(cpu)
+        raise RuntimeError("it draws random numbers on the CPU")
+
+
+def _same(state: Any, other: Any) -> bool:
+    return all(np.array_equal(part, same) for part, same in zip(state, other, strict=True))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 
 from slothplug.graphs.facts import UnitFacts
 from slothplug.patching.eligibility import Binding
+from slothplug.patching.precision import float32_switches
 from slothplug.patching.sites import Refusal
 
 if TYPE_CHECKING:
@@ -102,13 +103,12 @@ class Chosen(NamedTuple):
     length: int | None
 
 
-def process_switches() -> tuple[bool | str, ...]:
+def process_switches() -> tuple[bool | str | None, ...]:
     """What the process has set that chooses kernels."""
     cuda = torch.backends.cuda
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        *float32_switches(),
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.flash_sdp_enabled(),

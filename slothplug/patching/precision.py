@@ -73,6 +73,15 @@ def _hierarchy() -> tuple[Any, ...]:
     return backends, backends.cudnn, _OneDnn(), backends.cuda.matmul, backends.mkldnn.matmul
 
 
+def float32_switches() -> tuple[str | None, ...]:
+    """What the process has set for products and convolutions of float32, to be compared with what it had set before."""
+    cudnn: Any = torch.backends.cudnn
+    hierarchy = _hierarchy()
+    if not hierarchy:
+        return _float32_matmul_precision(), str(cudnn.allow_tf32)
+    return tuple(switch.fp32_precision for switch in (*hierarchy, cudnn.conv))
+
+
 def _float32_matmul_precision() -> str | None:
     """None where the newer switches were used, which torch does not let one mix with this."""
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import threading
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -584,6 +586,63 @@ def test_arguments_that_are_expanded_or_lie_in_a_dictionary() -> None:
             x = torch.randn(2, 3, 16)
             assert torch.equal(graphed(x), eager(x))
     assert replays(graphed) == 3 * 2
+
+
+def test_a_unit_that_writes_into_its_buffers_runs_eagerly() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+            self.register_buffer("seen", torch.zeros(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += x.mean(dim=(0, 1))
+            return self.norm(x) + self.seen
+
+    graphed, eager = units(Unit)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(2, 3, 16)
+            assert torch.equal(graphed(x), eager(x))
+    assert state_of(graphed).reasons["cannot be recorded: RuntimeError: it writes into its buffers"] == 3 * 2
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_unit_that_draws_random_numbers_on_the_host_runs_eagerly(draw: Callable[[], float]) -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * draw()
+
+    graphed, eager = units(Unit)
+    with torch.no_grad():
+        for seed in range(5):
+            x = torch.randn(2, 3, 16)
+            outputs = []
+            for one in (graphed, eager):
+                random.seed(seed)
+                np.random.seed(seed)
+                outputs.append(one(x))
+            assert torch.equal(*outputs)
+    assert any("random numbers from Python or NumPy" in reason for reason in state_of(graphed).reasons)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has only one way to allow TF32")
+def test_both_ways_to_allow_tf32_at_once() -> None:
+    graphed, eager, _ = twins()
+    matmul = torch.backends.cuda.matmul
+    train(graphed, eager, 3)
+    try:
+        matmul.allow_tf32 = True
+        matmul.fp32_precision = "ieee"
+        with pytest.raises(RuntimeError, match="mix"):
+            torch.get_float32_matmul_precision()
+        train(graphed, eager, 1)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_unit_that_reads_later_positions_is_recorded_for_its_own_lengths() -> None:
