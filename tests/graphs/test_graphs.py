@@ -633,15 +633,15 @@ def test_a_unit_that_draws_random_numbers_on_the_host_runs_eagerly(draw: Callabl
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch has only one way to allow TF32")
 def test_both_ways_to_allow_tf32_at_once() -> None:
     graphed, eager, _ = twins()
-    matmul = torch.backends.cuda.matmul
     train(graphed, eager, 3)
     try:
-        matmul.allow_tf32 = True
-        matmul.fp32_precision = "ieee"
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         with pytest.raises(RuntimeError, match="mix"):
             torch.get_float32_matmul_precision()
         train(graphed, eager, 1)
     finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
         torch.set_float32_matmul_precision("highest")
 
 
