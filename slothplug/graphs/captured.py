@@ -51,6 +51,7 @@ class Captured:
     A recording does not refer to the unit, whose state refers to it.
 
     Attributes:
+        unit: the unit's name.
         draws: False once a replay of the forward is known to draw no random number.
     """
 
@@ -65,7 +66,7 @@ class Captured:
         self._session = weakref.ref(session)
         self._purpose, self.draws = purpose, True
         self._grad = torch.is_grad_enabled()
-        self._name = call.served.name, self._grad
+        self.unit = call.served.name
         self._ignores_what_follows: bool | None = None
         self._place = len(session.captured)
         self._module = weakref.ref(call.module)
@@ -87,7 +88,7 @@ class Captured:
         self._counted: list[tuple[Any, int, int]] = []
         self._mailbox.load(self._boxes, call.tensors)
         with nothing_left_behind(call.module, self._device):
-            self._replay = self._recorder.record(self._run_forward, (*self._name, "forward"))
+            self._replay = self._recorder.record(self._run_forward, (self.unit, self._grad, "forward"))
         self._replay_backward: Any = None
         self._grad_boxes = [
             self._mailbox.box(("grad_output", i), layout_of(y), y) for i, y in enumerate(self._delivered)
@@ -210,7 +211,7 @@ class Captured:
 
     def _record_backward(self) -> None:
         try:
-            self._replay_backward = self._recorder.record(self._run_backward, (*self._name, "backward"))
+            self._replay_backward = self._recorder.record(self._run_backward, (self.unit, self._grad, "backward"))
         except Exception as error:
             session = self._session()
             assert session is not None

@@ -241,11 +241,12 @@ class GraphState(SharedState):
 
     def lines(self) -> list[str]:
         """Sentences for the report."""
-        shapes = len(self.sessions)
-        units = max((len(session.captured) for session in self.sessions.values()), default=0)
+        sessions = self.sessions.values()
+        units = max((len({one.unit for one in session.captured.values()}) for session in sessions), default=0)
+        shapes = f"{len(sessions)} shape{'s' if len(sessions) != 1 else ''}"
         held = sum(recorder.held_bytes() for recorder in self._recorders.values()) / 2**30
         eager = [f"graphs: {count} calls of layers ran eagerly: {why}" for why, count in self.reasons.items()]
-        summary = f"graphs: {units} layers recorded for {shapes} shapes, {held:.2f} GiB held, {self.replays} replays"
+        summary = f"graphs: {units} layers recorded for {shapes}, {held:.2f} GiB held, {self.replays} replays"
         return [summary, *eager]
 
 
