@@ -24,8 +24,9 @@ from slothplug.graphs.forward import fast_unit
 from slothplug.graphs.recorder import CudaRecorder
 from slothplug.graphs.units import find_units
 from slothplug.hookspecs import hookimpl
+from slothplug.patching.model_context import ModelContext
 from slothplug.patching.predicates import device_of
-from slothplug.patching.private_class import stock_class, take, with_forward
+from slothplug.patching.private_class import is_patched, stock_class, take, with_forward
 from slothplug.patching.report import Report
 from slothplug.patching.served import STATE, Calls, Served
 
@@ -50,13 +51,19 @@ def slothplug_after_patch(model: nn.Module, report: Report) -> None:
     state.settings = report.settings
     state.takes_use_cache = "use_cache" in inspect.signature(stock_class(model).forward).parameters
     for name, unit in units:
-        original = partial(_forward_of, stock_class(unit))
-        served: Served[Any, Any] = Served(
-            NAME, name, None, _no_kernel, device_of(unit).type, original, context, state, Calls(), bind
-        )
-        take(unit, lambda base: with_forward(base, fast_unit, _MEMBERS), served)  # type: ignore[arg-type]
+        # One that is patched was taken by an earlier patch of the model, or is served as a whole.
+        if not is_patched(unit):
+            _record_calls_of(unit, name, context, state)
     said = weakref.WeakMethod(state.lines)  # a report outlives its model
     report.live.append(lambda: say() if (say := said()) is not None else [])
+
+
+def _record_calls_of(unit: nn.Module, name: str, context: ModelContext, state: graph_state.GraphState) -> None:
+    original = partial(_forward_of, stock_class(unit))
+    served: Served[Any, Any] = Served(
+        NAME, name, None, _no_kernel, device_of(unit).type, original, context, state, Calls(), bind
+    )
+    take(unit, lambda base: with_forward(base, fast_unit, _MEMBERS), served)  # type: ignore[arg-type]
 
 
 def _forward_of(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

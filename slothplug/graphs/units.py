@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from slothplug.patching.private_class import is_patched
 from slothplug.patching.served import STATE, Served
 
 
@@ -21,7 +20,7 @@ def find_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         for _, unit in units:
             inside.update(unit.modules())
-        yield from ((name, unit) for name, unit in units if not is_patched(unit))
+        yield from units
 
 
 def _has_served(unit: nn.Module) -> bool:

@@ -32,3 +32,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("axolotl")
     write(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _graphs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are recorded on a CPU as well, by the double of the recorder, in runs of this process."""
+    from slothplug.graphs import state
+    from tests.graphs.replaying import RunsAgain
+
+    monkeypatch.setattr(state, "make_recorder", RunsAgain)

@@ -61,6 +61,9 @@ def test_variants(workplace: Path, variant: str) -> None:
     on, off = pair(workplace, variant, **VARIANTS[variant])
     assert_equal(on, off)
     assert {"rms_norm", "glu", "rotary", "head"} <= fused(on).keys()
+    if variant == "packing":
+        notes = on.record["report"]["notes"]
+        assert any("graphs: 2 layers recorded for 1 shape," in note for note in notes), notes
 
 
 @pytest.mark.parametrize("adapter", ["lora", "full"])

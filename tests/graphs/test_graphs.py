@@ -812,9 +812,12 @@ class TestLifecycle:
 
     def test_patching_twice_changes_nothing(self) -> None:
         graphed, eager, _ = twins()
-        train(graphed, eager, 3)
-        slothplug.patch(graphed, ON)
         train(graphed, eager, 4)
+        before = replays(graphed)
+        again = slothplug.patch(graphed, ON)
+        train(graphed, eager, 4)
+        assert replays(graphed) > before
+        assert f"graphs: {LAYERS} layers recorded for 1 shape," in str(again)
 
     def test_off(self) -> None:
         one = model().to(DEVICE)
