@@ -52,29 +52,59 @@ def nothing_left_behind(module: nn.Module, device: torch.device) -> Iterator[Non
     """For recording, which may run a unit once more than it was called, and whose replays run no Python.
 
     Raises:
-        RuntimeError: the unit writes into its buffers, or draws random numbers that are not the device's. Both are as
-            they were before.
+        RuntimeError: the unit sets attributes, which would be memory of the recording, writes into its buffers, or
+            draws random numbers that are not the device's. All are as they were before.
     """
-    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
+    with _host_generators(device), _attributes(module), _buffers(module):
+        yield
+
+
+@contextlib.contextmanager
+def _attributes(module: nn.Module) -> Iterator[None]:
+    places = [place for part in module.modules() for place in (part.__dict__, part._buffers)]
+    before = [(place, dict(place)) for place in places]
+    changed = False
+    try:
+        yield
+    finally:
+        for now, then in before:
+            if now.keys() != then.keys() or any(now[name] is not then[name] for name in then):
+                changed = True
+                now.clear()
+                now.update(then)
+    if changed:
+        raise RuntimeError("it sets attributes of its modules")
+
+
+@contextlib.contextmanager
+def _buffers(module: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers() if not buffer.is_inference()]
+    changed = False
+    try:
+        yield
+    finally:
+        for buffer, version, value in before:
+            if buffer._version != version:
+                changed = True
+                with torch.no_grad():
+                    buffer.copy_(value)
+    if changed:
+        raise RuntimeError("it writes into its buffers")
+
+
+@contextlib.contextmanager
+def _host_generators(device: torch.device) -> Iterator[None]:
+    """Of Python, NumPy, and the CPU where that is not the unit's device."""
     cpu = torch.get_rng_state() if device.type != "cpu" else None
     python, numpy = random.getstate(), np.random.get_state()
     yield
-    if any(buffer._version != version for buffer, version, _ in buffers):
-        with torch.no_grad():
-            for buffer, _, value in buffers:
-                buffer.copy_(value)
-        raise RuntimeError("it writes into its buffers")
-    if random.getstate() != python or not _same(np.random.get_state(), numpy):
+    if random.getstate() != python or not all(map(np.array_equal, np.random.get_state(), numpy)):
         random.setstate(python)
         np.random.set_state(numpy)
         raise RuntimeError("it draws random numbers from Python or NumPy")
     if cpu is not None and not torch.equal(cpu, torch.get_rng_state()):
         torch.set_rng_state(cpu)
         raise RuntimeError("it draws random numbers on the CPU")
-
-
-def _same(state: Any, other: Any) -> bool:
-    return all(np.array_equal(part, same) for part, same in zip(state, other, strict=True))
 
 
 @contextlib.contextmanager

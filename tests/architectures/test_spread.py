@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
 
+from tests.architectures import graphs
+from tests.architectures.one import survey
 from tests.architectures.processes import rows
 from tests.architectures.table import OPS, served, shares
 
@@ -48,6 +51,12 @@ SERVED = {
 }
 """Types, and the operations of which every site is served in each."""
 
+NOT_RECORDED = {
+    "gemma4_text": "KVSharingDict",  # layers share keys and values through a dictionary that they change
+    "gpt2": "",  # no layer has a served part
+}
+"""Types of which no layer is recorded, and a word of the reason."""
+
 INTERPRETED = ("llama", "gemma2", "glm")
 
 
@@ -66,9 +75,25 @@ def equal(row: dict[str, Any]) -> bool:
 def test_torch_kernels(model_type: str) -> None:
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
-    (row,) = rows([model_type], "torch", workers=1)
+    (row,) = rows([model_type], 1, partial(survey, backend="torch"))
     assert equal(row), row
     assert counted(row) == SERVED[model_type], row
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_recorded_layers(model_type: str) -> None:
+    """With graphs, by the double of the recorder, a step has the bits of the patched step without."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    (row,) = rows([model_type], 1, graphs.survey)
+    if "not_run" in row:
+        pytest.skip(row["not_run"])
+    assert row["equal"], row
+    if model_type in NOT_RECORDED:
+        assert row["recorded"] == 0
+        assert NOT_RECORDED[model_type] in str(row["reasons"])
+    else:
+        assert row["recorded"] == row["layers"] > 0, row
 
 
 def test_interpreted_triton_kernels(tmp_path: Path) -> None:

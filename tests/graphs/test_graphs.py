@@ -608,6 +608,26 @@ def test_a_unit_that_writes_into_its_buffers_runs_eagerly() -> None:
     assert state_of(graphed).reasons["cannot be recorded: RuntimeError: it writes into its buffers"] == 3 * 2
 
 
+def test_a_unit_that_keeps_what_it_computed_runs_eagerly() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+            self.before: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before, self.before = self.before, self.norm(x)
+            return self.before if before is None else self.before - before
+
+    graphed, eager = units(Unit)
+    with torch.no_grad():
+        for _ in range(12):
+            x = torch.randn(2, 3, 16)
+            assert torch.equal(graphed(x), eager(x))
+    assert replays(graphed) == 0
+    assert any("sets attributes" in reason for reason in state_of(graphed).reasons)
+
+
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_a_unit_that_draws_random_numbers_on_the_host_runs_eagerly(draw: Callable[[], float]) -> None:
     class Unit(nn.Module):
