@@ -240,7 +240,9 @@ class GraphState(SharedState):
         return self._mailboxes.setdefault(device, Mailbox())
 
     def lines(self) -> list[str]:
-        """Sentences for the report."""
+        """Sentences for the report; none before the model was called."""
+        if not self._met and not self.reasons:
+            return []
         sessions = self.sessions.values()
         units = max((len({one.unit for one in session.captured.values()}) for session in sessions), default=0)
         shapes = f"{len(sessions)} shape{'s' if len(sessions) != 1 else ''}"

@@ -101,6 +101,10 @@ class Report:
             groups.setdefault(site.op, []).append(site)
         return groups
 
+    def since_patched(self) -> list[str]:
+        """Sentences about how the model has run since."""
+        return [line for say in self.live for line in say()]
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
         return {
@@ -114,7 +118,7 @@ class Report:
                 for op, sites in self.by_op().items()
             },
             "sites": [site.to_dict() for site in self.sites],
-            "notes": [*self.notes, *(line for say in self.live for line in say())],
+            "notes": [*self.notes, *self.since_patched()],
         }
 
     def idle(self) -> dict[str, str]:
@@ -185,7 +189,7 @@ class Report:
         if any(site.calls.served for site in self.fused):
             lines += [f"idle: {op} - {reason}" for op, reason in self.idle().items() if reason == "never called"]
         lines += [f"skipped: {op}, by the settings" for op in self.operations if not self.settings.wants(op)]
-        lines += [line for say in self.live for line in say()]
+        lines += self.since_patched()
         return lines + [f"note: {note}" for note in self.notes]
 
 

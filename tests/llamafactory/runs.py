@@ -73,6 +73,7 @@ class Run:
     folder: Path
     log: list[dict[str, Any]]
     fused: dict[str, int] = field(default_factory=dict)
+    since_patched: list[str] = field(default_factory=list)
     reference: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     callbacks: list[FastKernelsCallback] = field(default_factory=list)
@@ -96,11 +97,13 @@ class Recorder(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         trainer = _trainer()
         served = [module.__dict__[STATE] for module in model.modules() if is_patched(module)]
-        self.run.fused = dict(Counter(one.op for one in served if hasattr(one, "op")))
+        self.run.fused = dict(Counter(one.op for one in served if getattr(one, "op", "graphs") != "graphs"))
         self.run.fallbacks = dict(sum((one.calls.fallbacks for one in served if hasattr(one, "calls")), Counter()))
         self.run.callbacks = [
             callback for callback in trainer.callback_handler.callbacks if isinstance(callback, FastKernelsCallback)
         ]
+        for callback in self.run.callbacks:
+            self.run.since_patched += callback.report.since_patched()
         reference = getattr(trainer, "ref_model", None)
         self.run.reference = sum(map(is_patched, reference.modules())) if reference is not None else 0
 

@@ -66,7 +66,7 @@ def test_options(workplace: Path, option: str) -> None:
     assert_served(on, off)
     assert on.fused.items() >= (LOGITS | ADAPTERS).items()
     if option == "packing":
-        assert "graphs: 2 layers recorded for 1 shape," in str(on.callbacks[0].report)
+        assert "graphs: 2 layers recorded for 1 shape," in str(on.since_patched)
 
 
 def test_dora_adapters_are_left_and_the_rest_is_served(workplace: Path) -> None:

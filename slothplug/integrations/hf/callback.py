@@ -112,6 +112,9 @@ class FastKernelsCallback(TrainerCallback):
         self._throughput = None
         if self.report and (self.report.idle() or any(s.calls.fallbacks or s.calls.remarks for s in self.report.fused)):
             logger.info("%s", self.report)
+        elif self.report:
+            for line in self.report.since_patched():
+                logger.info("slothplug: %s", line)
 
     def _patch(self, model: nn.Module, settings: Settings, args: TrainingArguments) -> None:
         if refusal := _why_not_compiling(args):
