@@ -54,6 +54,7 @@ SERVED = {
 NOT_RECORDED = {
     "gemma4_text": "KVSharingDict",  # layers share keys and values through a dictionary that they change
     "gpt2": "",  # no layer has a served part
+    "recurrent_gemma": "sets attributes",  # its state between calls
 }
 """Types of which no layer is recorded, and a word of the reason."""
 
