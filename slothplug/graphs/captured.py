@@ -52,7 +52,7 @@ class Captured:
 
     Attributes:
         unit: the unit's name.
-        draws: False once a replay of the forward is known to draw no random number.
+        draws: whether the forward draws random numbers of the device.
     """
 
     def __init__(self, call: Call, layouts: Sequence[Layout], session: Session, purpose: Purpose) -> None:
@@ -64,7 +64,7 @@ class Captured:
         state = call.served.shared
         self._owner = weakref.ref(state)
         self._session = weakref.ref(session)
-        self._purpose, self.draws = purpose, True
+        self._purpose = purpose
         self._grad = torch.is_grad_enabled()
         self.unit = call.served.name
         self._ignores_what_follows: bool | None = None
@@ -72,7 +72,8 @@ class Captured:
         self._module = weakref.ref(call.module)
         self._args, self._kwargs = skeleton(call.args), {name: skeleton(value) for name, value in call.kwargs.items()}
         self._needs_grad = [self._grad and tensor.requires_grad for tensor in call.tensors]
-        self._trained = session.facts_of(call.served).trained if self._grad else ()
+        facts = session.facts_of(call.served)
+        self._trained = facts.trained if self._grad else ()
         self._device = call.tensors[0].device
         self._mailbox, self._recorder = state.mailbox(self._device), state.recorder(self._device)
         self._boxes = [
@@ -88,7 +89,10 @@ class Captured:
         self._counted: list[tuple[Any, int, int]] = []
         self._mailbox.load(self._boxes, call.tensors)
         with nothing_left_behind(call.module, self._device):
-            self._replay = self._recorder.record(self._run_forward, (self.unit, self._grad, "forward"))
+            if self._grad not in facts.draws:
+                facts.draws[self._grad] = self._recorder.rehearse(self._rehearse)
+            self._replay = self._recorder.record(self._run_forward)
+        self.draws = facts.draws[self._grad]
         self._replay_backward: Any = None
         self._grad_boxes = [
             self._mailbox.box(("grad_output", i), layout_of(y), y) for i, y in enumerate(self._delivered)
@@ -151,10 +155,12 @@ class Captured:
         return self._ignores_what_follows
 
     def _tries_what_follows(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Replays the forward with zeros after the end, and with ones: no output may differ, in any bit."""
-        if any(box.shape != self._boxes[0].shape for box in self._delivered):
+        """Replays the forward with zeros after the end, and with ones: no output may differ, in any bit.
+
+        A longer sequence draws other random numbers.
+        """
+        if self.draws or any(box.shape != self._boxes[0].shape for box in self._delivered):
             return False
-        before = self._recorder.generator_state()
         outputs = []
         for value in (0, 1):
             self._mailbox.forget()
@@ -162,9 +168,7 @@ class Captured:
             self._replay()
             outputs.append(self._outputs_for(tensors))
         self._mailbox.forget()
-        draws = not torch.equal(before, self._recorder.generator_state())
-        self._recorder.set_generator_state(before)
-        return not draws and all(map(torch.equal, *outputs))
+        return all(map(torch.equal, *outputs))
 
     def replay_for_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Computes what ``backward`` reads."""
@@ -193,9 +197,7 @@ class Captured:
         """
         self._mailbox.load(self._grad_boxes, grad_outputs)
         if self._replay_backward is None:
-            session = self._session()
-            if session is not None and (session.recording or self._purpose is Purpose.RECOMPUTE):
-                self._record_backward()
+            self._record_backward()
         if self._replay_backward is None:
             self._run_backward()
         else:
@@ -211,11 +213,16 @@ class Captured:
 
     def _record_backward(self) -> None:
         try:
-            self._replay_backward = self._recorder.record(self._run_backward, (self.unit, self._grad, "backward"))
+            self._replay_backward = self._recorder.record(self._run_backward)
         except Exception as error:
-            session = self._session()
-            assert session is not None
-            session.captured = {key: one for key, one in session.captured.items() if one is not self}
+            if self.draws:
+                # Attention that is recorded saves its random numbers where only a recording can read them.
+                raise RuntimeError(
+                    f"the backward of {self.unit}, which draws random numbers, cannot be recorded ({error}), and its "
+                    "recorded forward allows no other: set graphs: off"
+                ) from error
+            if session := self._session():
+                session.captured = {key: one for key, one in session.captured.items() if one is not self}
             self._state().reasons[f"its backward cannot be recorded: {error}"] += 1
 
     def release(self) -> None:
@@ -261,14 +268,24 @@ class Captured:
         with torch.set_grad_enabled(self._grad):
             self._outputs = [_WithoutMemory.apply(y) for y in outputs]
 
-    def _run_backward(self) -> None:
-        grads = torch.autograd.grad(
+    def _rehearse(self) -> None:
+        """Forward and backward outside of a recording: what one of them saves must not be read in the other."""
+        self._run_forward()
+        if any(self._differentiable):
+            self._gradients([torch.zeros_like(box) for box in self._delivered])
+        self._drop_saved()
+
+    def _gradients(self, grad_outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        return torch.autograd.grad(
             self.differentiable(self._outputs),
             self._leaves,
-            self.differentiable(self._grad_boxes),
+            self.differentiable(grad_outputs),
             retain_graph=True,
             allow_unused=True,
         )
+
+    def _run_backward(self) -> None:
+        grads = self._gradients(self._grad_boxes)
         if self._grads is None:
             self._grads = Gradients(grads, self._mailbox)
         self._grads.put(grads)

@@ -124,7 +124,6 @@ class _Checkpointed(torch.autograd.Function):
         ctx.recorder = call.served.shared.recorder(tensors[0].device)
         ctx.generator = ctx.recorder.generator_state() if captured.draws else None
         outputs = captured.replay(tensors)
-        captured.draws = captured.draws and not torch.equal(ctx.generator, ctx.recorder.generator_state())
         ctx.kept = captured.differentiable(range(len(outputs)))
         ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in ctx.kept))
         return tuple(outputs)

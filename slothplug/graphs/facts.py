@@ -34,9 +34,15 @@ class Trained(NamedTuple):
 
 
 class UnitFacts(NamedTuple):
-    """The parameters of a unit that require grad."""
+    """What a unit's recordings share, for as long as the model's binding holds.
+
+    Attributes:
+        trained: its parameters that require grad.
+        draws: by grad mode, whether its forward draws random numbers of the device; filled when it is rehearsed.
+    """
 
     trained: tuple[Trained, ...]
+    draws: dict[bool, bool]
 
 
 def bind(unit: nn.Module, served: Served[None, Any], watch: Watch) -> UnitFacts | Refusal:
@@ -59,7 +65,7 @@ def bind(unit: nn.Module, served: Served[None, Any], watch: Watch) -> UnitFacts 
         else:
             inside.update(part.modules())
             _watch_switches(part, watch)
-    return UnitFacts(tuple(trained))
+    return UnitFacts(tuple(trained), {})
 
 
 def _tensors(part: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +26,15 @@ class Replay(Protocol):
 class Recorder(Protocol):
     """Records on one device. All recordings of one recorder share their memory."""
 
-    def record(self, function: Callable[[], None], name: Hashable) -> Replay:
-        """Records what ``function`` launches. The first time for a ``name``, ``function`` may also be run.
+    def rehearse(self, function: Callable[[], None]) -> bool:
+        """Runs ``function`` without recording it, and returns whether it drew random numbers of the device.
+
+        Raises:
+            Exception: what ``function`` raises; RuntimeError where it waits for the device, which no recording can.
+        """
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        """Records what ``function`` launches.
 
         Raises:
             Exception: what ``function`` raises, or the device where it cannot record; nothing is being recorded then.
@@ -58,7 +66,6 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._used_on = torch.cuda.current_stream(device)
-        self._waits_not: set[Hashable] = set()
         self._pools: list[Any] = []
         self._keep_pools: list[torch.cuda.CUDAGraph] = []
         self._new_pool()
@@ -69,13 +76,10 @@ class CudaRecorder:
             current.wait_stream(self._used_on)
             self._used_on = current
 
-    def record(self, function: Callable[[], None], name: Hashable) -> Replay:
+    def record(self, function: Callable[[], None]) -> Replay:
         collects = gc.isenabled()
         gc.disable()  # a finaliser that frees device memory or an event would end the recording
         try:
-            if name not in self._waits_not:
-                self._try(function)
-                self._waits_not.add(name)
             with self._on_own_stream():
                 return self._captured(function, self._pools[-1]).replay
         finally:
@@ -103,12 +107,8 @@ class CudaRecorder:
             graph.capture_end()
         self._keep_pools.append(graph)
 
-    def _try(self, function: Callable[[], None]) -> None:
-        """Runs ``function``: what waits for the device cannot be recorded, and torch does not recover well from trying.
-
-        Raises:
-            RuntimeError: ``function`` waits for the device.
-        """
+    def rehearse(self, function: Callable[[], None]) -> bool:
+        """See ``Recorder``. What waits for the device is not tried: torch does not recover well from recording it."""
         generator, mode = self.generator_state(), torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -117,9 +117,13 @@ class CudaRecorder:
                 function()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
+        draws = not torch.equal(generator, self.generator_state())
         self.set_generator_state(generator)
-        if any("synchronizing CUDA operation" in str(warning.message) for warning in caught):
-            raise RuntimeError("it waits for the device")
+        for warning in caught:
+            if "synchronizing CUDA operation" in str(warning.message):
+                place = f"{Path(warning.filename).name}, line {warning.lineno}"
+                raise RuntimeError(f"it waits for the device ({place})")
+        return draws
 
     def _captured(self, function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,22 +17,40 @@ class RunsAgain:
     them, and what else kernels depend on, with those at the recording.
     """
 
+    records = False
+    """Whether what runs now is a recording."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def record(self, function: Callable[[], None], name: Hashable) -> Callable[[], None]:
+    def rehearse(self, function: Callable[[], None]) -> bool:
+        generator = torch.get_rng_state()
+        function()
+        draws = not torch.equal(generator, torch.get_rng_state())
+        torch.set_rng_state(generator)
+        return draws
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
         module = function.__self__._module  # type: ignore[attr-defined]
         recorded = _state_of(module())
         generator = torch.get_rng_state()
-        function()
+        self._run(function)
         torch.set_rng_state(generator)
         again = weakref.WeakMethod(function)  # a graph does not refer to what it recorded
 
         def replay() -> None:
             assert _state_of(module()) == recorded, "replayed in another state than the recorded one"
-            again()()  # type: ignore[misc]
+            self._run(again())  # type: ignore[arg-type]
 
         return replay
+
+    @staticmethod
+    def _run(function: Callable[[], None]) -> None:
+        RunsAgain.records = True
+        try:
+            function()
+        finally:
+            RunsAgain.records = False
 
     def follow(self) -> None:
         pass

@@ -8,7 +8,7 @@ import pickle
 import random
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,19 @@ def test_steps_are_equal_to_the_bit(kind: str, dropout: float, autocast: bool) -
     lora = [site for site in report.fused if site.op == "lora"]
     assert {site.calls.served for site in lora} == {5}
     assert f"graphs: {LAYERS} layers recorded for 1 shape" in str(report)
+
+
+def test_attention_with_dropout() -> None:
+    """Attention that is recorded keeps its random numbers on the device: its backward must be recorded, too."""
+    eager = model().to(DEVICE)
+    for part in eager.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.2
+    graphed = copy.deepcopy(eager)
+    slothplug.patch(eager, OFF)
+    slothplug.patch(graphed, ON)
+    train(graphed, eager, 5)
+    assert replays(graphed) == 3 * LAYERS
 
 
 def test_lengths_that_recur_are_recorded_and_others_run_eagerly() -> None:
@@ -695,7 +708,7 @@ def test_dropout_keeps_each_length_to_itself() -> None:
 class Fails(CudaRecorder if DEVICE == "cuda" else RunsAgain):  # type: ignore[misc]
     """A recorder on whose device nothing can be recorded."""
 
-    def record(self, function: Callable[[], None], name: Hashable) -> Any:
+    def record(self, function: Callable[[], None]) -> Any:
         torch.rand(3)
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -710,10 +723,10 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_not_tried_again(monkeypatch
 
 
 class FailsBackward(CudaRecorder if DEVICE == "cuda" else RunsAgain):  # type: ignore[misc]
-    def record(self, function: Callable[[], None], name: Hashable) -> Any:
+    def record(self, function: Callable[[], None]) -> Any:
         if function.__name__ == "_run_backward":
             raise RuntimeError("no backward")
-        return super().record(function, name)
+        return super().record(function)
 
 
 class Full(CudaRecorder if DEVICE == "cuda" else RunsAgain):  # type: ignore[misc]
@@ -787,6 +800,50 @@ def test_a_backward_that_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     graphed, eager, report = twins()
     train(graphed, eager, 6)
     assert "its backward cannot be recorded: no backward" in str(report)
+
+
+def test_a_backward_that_cannot_be_recorded_of_a_unit_that_draws_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slothplug.graphs.state.make_recorder", FailsBackward)
+    graphed, eager, _ = twins(lora_dropout=0.3)
+    train(graphed, eager, 2)
+    with pytest.raises(RuntimeError, match=r"layers\.1, which draws .*\(no backward\).* graphs: off"):
+        step(graphed)
+
+
+class _Mode(torch.autograd.Function):
+    """Demands that its backward is recorded where its forward was, as attention with dropout does on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.recorded = _records()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+        assert ctx.recorded == _records()
+        return grad_output.clone()
+
+
+def _records() -> bool:
+    return torch.cuda.is_current_stream_capturing() if DEVICE == "cuda" else RunsAgain.records
+
+
+def test_a_backward_runs_where_its_forward_did() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(16, eps=1e-6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _Mode.apply(self.norm(x))
+
+    graphed, _ = units(Unit)
+    for _ in range(5):
+        graphed(torch.randn(2, 3, 16)).sum().backward()
+    assert replays(graphed) == 3 * 2
+    assert not [reason for reason in state_of(graphed).reasons if "recorded" in reason]
 
 
 class TestLifecycle:

@@ -237,7 +237,8 @@ def _lines(
     trainer = Trainer(model, args, train_dataset=rows(8, kind), eval_dataset=rows(2), callbacks=[fast])
     trainer.train()
     assert not any(module._forward_pre_hooks for module in model.modules())
-    return [record.getMessage() for record in caplog.records if record.name == "slothplug"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "slothplug"]
+    return [line for line in lines if "graphs:" not in line]  # those of a GPU; tests/graphs is about them
 
 
 def test_says_what_was_fused_and_how_training_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,8 @@ _POINTERS = {
     torch.bool: "*i1",
 }
 
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
 
 @dataclass(frozen=True)
 class OfflineCase:
@@ -46,6 +48,7 @@ class OfflineCase:
         constexprs: the other arguments: ``tl.constexpr`` parameters, integers equal to 1, pointers that are None.
         num_warps: warps of 32 threads, as ``launch`` takes them.
         num_stages: launch option; None is Triton's default.
+        enable_fp_fusion: launch option.
         targets: names of the targets to compile for; None is all of ``TARGETS``.
     """
 
@@ -54,12 +57,13 @@ class OfflineCase:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int | None = None
+    enable_fp_fusion: bool = True
     targets: tuple[str, ...] | None = None
 
     @classmethod
     def of_launch(cls, kernel: Any, *arguments: Any, **keywords: Any) -> OfflineCase:
         """The case that ``kernel[grid](*arguments, **keywords)`` would compile; tensors may be on the meta device."""
-        options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+        options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
         signature, constexprs = {}, {}
         for parameter in kernel.params:
@@ -74,7 +78,7 @@ class OfflineCase:
 
     def __str__(self) -> str:
         """Equal for cases that compile to the same code."""
-        options = f"num_warps={self.num_warps}, num_stages={self.num_stages}, targets={self.targets}"
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in (*_OPTIONS, "targets"))
         return f"{self.kernel.__name__}({self.signature}, {self.constexprs}, {options})"
 
 
@@ -125,7 +129,8 @@ def compile_case(case: OfflineCase, target: Target) -> tuple[int, int]:
         },
         attributes,
     )
-    options: dict[str, Any] = {"num_warps": wider_warps(case.num_warps, target.warp_width)}
+    num_warps = wider_warps(case.num_warps, target.warp_width)
+    options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": case.enable_fp_fusion}
     if case.num_stages is not None:
         options["num_stages"] = case.num_stages
     compiled = triton.compile(source, GPUTarget(target.backend, target.arch, target.warp_width), options)

@@ -7,6 +7,7 @@ differ from the real launches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Literal, get_args
 
 import torch
@@ -16,7 +17,7 @@ from slothplug.kernels.cross_entropy import Epilogue, LossSpec, RowStatistics, U
 from slothplug.kernels.glu import Activation, Layout, split_packed
 from slothplug.kernels.rms_norm import Variant
 from slothplug.kernels.rotary import Pair, Rotation
-from slothplug.kernels.triton import cross_entropy, glu, rms_norm, rotary
+from slothplug.kernels.triton import cross_entropy, four_bit, glu, rms_norm, rotary
 from tests.kernels.offline import OfflineCase, recorded_launches
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -169,10 +170,34 @@ def _cross_entropy(
     cross_entropy.TritonPrimitives.cross_entropy_rows(logits, labels, losses_out, spec, upstream, statistics)
 
 
+def four_bit_cases() -> list[OfflineCase]:
+    """Each dtype in blocks of 64, each block size, and scales that are not quantised."""
+    with recorded_launches() as cases:
+        for dtype in DTYPES:
+            _four_bit(dtype, 64, nested=True)
+        for block in (32, 128, 256, 512, 1024, 2048, 4096):
+            _four_bit(torch.bfloat16, block, nested=True)
+        _four_bit(torch.bfloat16, 64, nested=False)
+    return cases
+
+
+def _four_bit(dtype: torch.dtype, block: int, nested: bool) -> None:
+    out = torch.empty(4096, 4096, dtype=dtype, device="meta")
+    floats = torch.empty(256, device="meta")
+    scales = torch.empty(out.numel() // block, dtype=torch.uint8 if nested else torch.float32, device="meta")
+    state = SimpleNamespace(
+        shape=out.shape, dtype=dtype, blocksize=block, absmax=scales, code=floats, nested=nested,
+        state2=SimpleNamespace(blocksize=256, code=floats, absmax=floats), offset=floats[0],
+    )  # fmt: skip
+    stored = torch.empty(out.numel() // 2, 1, dtype=torch.uint8, device="meta")
+    four_bit.TritonPrimitives.dequantize(stored, state, out)
+
+
 CASES: dict[str, Callable[[], list[OfflineCase]]] = {
     "rms_norm": rms_norm_cases,
     "glu": glu_cases,
     "rotary": rotary_cases,
     "cross_entropy": cross_entropy_cases,
+    "four_bit": four_bit_cases,
 }
 """By the module of ``slothplug.kernels.triton`` whose kernels they are."""

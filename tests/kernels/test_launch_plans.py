@@ -14,6 +14,7 @@ from slothplug.kernels.linear_cross_entropy import linear_cross_entropy
 from slothplug.kernels.rms_norm import Variant, rms_norm
 from slothplug.kernels.rotary import rotary
 from slothplug.kernels.triton import cross_entropy as triton_cross_entropy
+from slothplug.kernels.triton import four_bit as triton_four_bit
 from slothplug.kernels.triton import glu as triton_glu
 from slothplug.kernels.triton import launch
 from slothplug.kernels.triton import rms_norm as triton_rms_norm
@@ -22,6 +23,7 @@ from slothplug.kernels.triton import rotary as triton_rotary
 PLANS = [
     triton_cross_entropy._rows_plan,
     triton_cross_entropy._scale_plan,
+    triton_four_bit._plan,
     triton_glu._plan,
     triton_rms_norm._forward_plan,
     triton_rms_norm._add_forward_plan,

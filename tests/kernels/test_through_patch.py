@@ -13,6 +13,7 @@ import slothplug
 from slothplug.kernels.backend import _triton_primitives, why_not_triton
 from slothplug.patching import verdicts
 from tests.patching.architectures import assert_same_step, step, tiny
+from tests.patching.test_four_bit import qlora
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +95,14 @@ def test_a_kernel_that_cannot_be_imported_leaves_its_sites(monkeypatch: pytest.M
     assert {site.op for site in report.left} == {"rms_norm"}
     assert all("its probe failed: ModuleNotFoundError" in reason for reason in reasons), reasons
     assert_same_step(step(model), step(stock))
+
+
+def test_four_bit_weights_are_unpacked_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, stock = qlora(), qlora()
+    report = slothplug.patch(model, {"backend": "triton", "ops": ["lora"]})
+    with monkeypatch.context() as patched:
+        patched.setattr(bitsandbytes.functional, "dequantize_4bit", None)
+        ours = step(model)
+    assert_same_step(ours, step(stock))
+    assert {site.calls.served for site in report.fused} == {1}

@@ -37,19 +37,27 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls, kernel: Any, grid: tuple[int, ...], arguments: tuple[int | float, ...], num_warps: int, **constants: Any
+        cls,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[int | float, ...],
+        num_warps: int,
+        rounds_products: bool = False,
+        **constants: Any,
     ) -> Plan:
         """A launch of ``kernel[grid]``.
 
         Args:
             arguments: the parameters between the tensors and the constants.
             num_warps: warps of 32 threads.
+            rounds_products: a product is rounded before something is added to it, as separate kernels do.
             constants: the ``tl.constexpr`` parameters, which are the kernel's last.
         """
         if torch.version.hip:  # wavefronts of 64 threads
             num_warps = wider_warps(num_warps, 64)
         names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
-        return cls(kernel[grid], (*arguments, *(constants[name] for name in names)), num_warps)
+        start = functools.partial(kernel[grid], enable_fp_fusion=False) if rounds_products else kernel[grid]
+        return cls(start, (*arguments, *(constants[name] for name in names)), num_warps)
 
 
 def cached_plan(make: Callable[..., Made]) -> functools._lru_cache_wrapper[Made]:

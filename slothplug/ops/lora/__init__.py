@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from slothplug.hookspecs import hookimpl
+from slothplug.kernels.backend import choose_backend, why_not_triton
+from slothplug.kernels.four_bit import dequantize_4bit
 from slothplug.kernels.lora import DTYPES, Dequantize, lora_linear
 from slothplug.ops.lora.cast_factors import CastFactors
 from slothplug.ops.lora.facts import LoraSpec, bind
@@ -49,8 +51,11 @@ def slothplug_operations() -> list[Operation]:
 
 @hookimpl
 def slothplug_kernel(operation: str, device: torch.device, dtype: torch.dtype, settings: Settings) -> Kernel | None:
-    """The same code on every device: the work is matrix products, which the vendor's library does."""
+    """LoRA is the same code on every device: the work is matrix products, which the vendor's library does."""
     if operation == DEQUANTIZE:
+        backend = choose_backend(device) if settings.backend == "auto" else settings.backend
+        if backend == "triton" and not why_not_triton(device):
+            return Kernel(DEQUANTIZE, backend, dequantize_4bit)
         return Kernel("bitsandbytes", "bitsandbytes", bitsandbytes_dequantize())
     if operation != NAME or dtype not in DTYPES:
         return None
