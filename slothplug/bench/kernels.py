@@ -2,12 +2,14 @@
 
     python -m slothplug.bench.kernels --output docs/benchmarks/kernels
 
-Every figure is a median over many runs on rotating inputs larger than the L2 cache; ``floor`` is the bytes that any
+``alone`` is a call that the GPU waits for, after the L2 cache was flushed: where it is longer than ``queued``, the host
+is its pace. ``queued`` is one of many calls that wait for the GPU (a CUDA graph of them). The byte floor is what any
 implementation must move over the copy rate measured in the same run.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 import typer
 
 from slothplug.bench.environment import markdown, show, versions
+from slothplug.kernels.four_bit import dequantize_4bit
 from slothplug.kernels.glu import glu
 from slothplug.kernels.rms_norm import rms_norm
 from slothplug.kernels.rotary import rotary
@@ -32,7 +35,8 @@ class Case:
     inputs: Callable[[], list[torch.Tensor]]
     providers: dict[str, Callable[..., Any]]
     forward_bytes: int
-    backward_bytes: int
+    backward_bytes: int | None
+    """None where the operation has no gradient."""
 
 
 def cases() -> Iterator[Case]:
@@ -40,6 +44,9 @@ def cases() -> Iterator[Case]:
     yield _rms_norm_case("rms_norm (QK) 262144 x 128", TOKENS * HEADS, HEAD_DIM)
     yield _rotary_case()
     yield _glu_case()
+    if importlib.util.find_spec("bitsandbytes"):
+        for nested in (True, False):
+            yield _dequantize_case(nested)
 
 
 def _tensor(*shape: int) -> torch.Tensor:
@@ -110,6 +117,20 @@ def _glu_case() -> Case:
     )
 
 
+def _dequantize_case(nested: bool) -> Case:
+    from bitsandbytes import functional
+
+    weight = torch.randn(INTERMEDIATE, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    stored, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested)
+    providers: dict[str, Callable[..., Any]] = {
+        "bitsandbytes": lambda: functional.dequantize_4bit(stored, state),
+        "slothplug": lambda: dequantize_4bit(stored, state),
+    }
+    scales = weight.numel() // 64 * (1 if nested else 4)
+    name = f"NF4 14336 x 4096 to bfloat16, {'double quant' if nested else 'plain absmax'}"
+    return Case(name, list, providers, weight.numel() * 5 // 2 + scales, None)
+
+
 def _liger() -> Any:
     try:
         import liger_kernel.transformers as liger
@@ -131,25 +152,39 @@ def _milliseconds(run: Callable[[], Any]) -> float:
     return do_bench(run, warmup=25, rep=150, return_mode="median")
 
 
+def _queued_milliseconds(run: Callable[[], Any]) -> float:
+    from triton.testing import do_bench_cudagraph
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return do_bench_cudagraph(run, rep=50, return_mode="median")
+
+
 def measure(case: Case, rate: float) -> Iterator[dict[str, Any]]:
     """Forward, and forward + backward, of each provider."""
     for name, function in case.providers.items():
         inputs = case.inputs()
-        outputs = function(*inputs)
-        grads = [torch.randn_like(o) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
         def forward(function: Any = function, inputs: Any = inputs) -> Any:
             with torch.no_grad():
                 return function(*inputs)
 
-        def both(function: Any = function, inputs: Any = inputs, grads: Any = grads) -> Any:
-            result = function(*inputs)
-            result = result if isinstance(result, tuple) else (result,)
-            return torch.autograd.grad(result, inputs, grads)
+        runs: list[tuple[str, Callable[[], Any], int]] = [("forward", forward, case.forward_bytes)]
+        if case.backward_bytes is not None:
+            runs.append(("forward + backward", _both(function, inputs), case.forward_bytes + case.backward_bytes))
+        for mode, run, size in runs:
+            figures = {"ms": _milliseconds(run), "queued_ms": _queued_milliseconds(run), "floor_ms": size / rate * 1e3}
+            yield {"case": case.name, "mode": mode, "provider": name, **figures}
 
-        floors = (case.forward_bytes / rate * 1e3, (case.forward_bytes + case.backward_bytes) / rate * 1e3)
-        for mode, run, floor in (("forward", forward, floors[0]), ("forward + backward", both, floors[1])):
-            yield {"case": case.name, "mode": mode, "provider": name, "ms": _milliseconds(run), "floor_ms": floor}
+
+def _both(function: Callable[..., Any], inputs: list[torch.Tensor]) -> Callable[[], Any]:
+    """Forward and backward."""
+
+    def outputs() -> tuple[torch.Tensor, ...]:
+        result = function(*inputs)
+        return result if isinstance(result, tuple) else (result,)
+
+    grads = [torch.randn_like(output) for output in outputs()]
+    return lambda: torch.autograd.grad(outputs(), inputs, grads)
 
 
 def main(output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and OUTPUT.json.")] = None) -> None:
@@ -158,8 +193,14 @@ def main(output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and 
     rate = copy_rate()
     rows = [row for case in cases() for row in measure(case, rate)]
     table = markdown(
-        ("operation", "mode", "provider", "ms", "of the byte floor"),
-        ((r["case"], r["mode"], r["provider"], f"{r['ms']:.3f}", f"{r['ms'] / r['floor_ms']:.2f}x") for r in rows),
+        ("operation", "mode", "provider", "alone, ms", "queued, ms", "queued, of the byte floor"),
+        (
+            (
+                *(r["case"], r["mode"], r["provider"], f"{r['ms']:.3f}", f"{r['queued_ms']:.3f}"),
+                f"{r['queued_ms'] / r['floor_ms']:.2f}x",
+            )
+            for r in rows
+        ),
     )
     text = f"{versions()}; copy {rate / 1e12:.2f} TB/s\n\n{table}\n"
     show(output, "kernels", "Bare operations", rows, text)

@@ -1,7 +1,8 @@
 """Short LoRA steps, whose time is the host's: stock, Liger, Unsloth and slothplug beside each other.
 
-Each variant runs in a process of its own, in turn. The model has the shape of a known one and random weights; all
-variants load it from one folder, since Unsloth can do nothing else. The data are random tokens, every label kept.
+Stock and slothplug, whose patch is undone after each row, run in one process, Liger and Unsloth each in another, in
+turn. The model has the shape of a known one and random weights; all load it from one folder, since Unsloth can do
+nothing else. The data are random tokens, every label kept.
 
     python -m slothplug.bench.short_steps --output docs/benchmarks/short_steps
     python -m slothplug.bench.short_steps --setting nf4 --rows 1x512
@@ -9,6 +10,7 @@ variants load it from one folder, since Unsloth can do nothing else. The data ar
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import tempfile
@@ -28,29 +30,35 @@ VARIANTS: Mapping[str, Any] = {
 }  # fmt: skip
 """The flag of each variant."""
 
+PEERS = ("liger", "unsloth")
+"""Variants that change transformers for the whole process."""
+
 SETTINGS = ("plain", "checkpointing", "nf4")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 WARMUP = 6
 
 
-def measure(folder: str, variant: str, setting: str, rows: Sequence[str], steps: int) -> list[dict[str, Any]]:
+def measure(
+    folder: str, variants: Sequence[str], setting: str, rows: Sequence[str], steps: int
+) -> list[dict[str, Any]]:
     """Times each row in this process.
 
     Args:
         folder: of the model and its tokenizer.
+        variants: some of ``VARIANTS``; a peer alone.
         setting: one of ``SETTINGS``.
-        rows: ``BATCHxLENGTH``: steps of forward and backward; ``lengths``: steps of one sequence of 64 to 512 tokens,
-            the recording of graphs included; ``trainer`` and ``trainer-unfiltered``: 1 x 512 tokens through HF
-            Trainer, with optimizer and clipping, in the second with ``logging_nan_inf_filter=False``.
-        steps: that are timed in each row.
+        rows: ``BATCHxLENGTH``: steps of forward and backward; ``COUNTxlengths``: so many of one sequence of 64 to 512
+            tokens, the recording of graphs included; ``trainer`` and ``trainer-unfiltered``: 1 x 512 tokens through
+            HF Trainer, with optimizer and clipping, in the second with ``logging_nan_inf_filter=False``.
+        steps: that are timed in each row; a fifth of them above 4096 tokens.
     """
     import torch
 
-    model = _load(folder, variant, setting)
+    model = _load(folder, variants[0], setting)
     on_gpu = torch.cuda.is_available()
     loaded = torch.cuda.memory_allocated() if on_gpu else 0
     results = []
-    for row in rows:
+    for variant, row in itertools.product(variants, rows):
         report = None
         if VARIANTS[variant]:
             import slothplug
@@ -59,7 +67,12 @@ def measure(folder: str, variant: str, setting: str, rows: Sequence[str], steps:
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        result = {"variant": variant, "setting": setting, "row": row, **_measured(model, row, steps)}
+        result: dict[str, Any] = {"variant": variant, "setting": setting, "row": row}
+        try:
+            result |= _measured(model, row, steps)
+        except torch.OutOfMemoryError:
+            result["error"] = "out of memory"
+            model.zero_grad(set_to_none=True)
         if on_gpu:
             result["bytes_above_model"] = torch.cuda.max_memory_allocated() - loaded
             result["bytes_reserved"] = torch.cuda.memory_reserved()
@@ -113,12 +126,13 @@ def _load_by_unsloth(folder: str, setting: str) -> Any:
 
 
 def _measured(model: Any, row: str, steps: int) -> dict[str, Any]:
-    if row == "lengths":
-        return _lengths(model, steps)
+    if row.endswith("xlengths"):
+        return _lengths(model, int(row.removesuffix("xlengths")))
     if row.startswith("trainer"):
         return _trainer(model, steps, nan_filter=row == "trainer")
     batch, length = map(int, row.split("x"))
     tokens = _tokens(model, batch, length)
+    steps = steps if tokens.numel() <= 4096 else max(1, steps // 5)
     for _ in range(WARMUP):
         _step(model, tokens)
     losses, host, seconds = zip(*(_timed(partial(_step, model, tokens)) for _ in range(steps)), strict=True)
@@ -252,13 +266,19 @@ def _line(result: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> li
     return [*what, step, of, slower, f"{above / 2**30:.3f}", larger, f"{result['loss']:.4f}"]
 
 
+def _processes(variants: Sequence[str]) -> list[list[str]]:
+    """The variants by the process that measures them."""
+    ours = [variant for variant in variants if variant not in PEERS]
+    return [[variant] for variant in variants if variant in PEERS] + ([ours] if ours else [])
+
+
 def main(
     shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "llama3-8b",
     setting: Annotated[str, typer.Option(help=f"One of {', '.join(SETTINGS)}.")] = "plain",
     rows: Annotated[
         str, typer.Option(help="Separated by ';'.")
-    ] = "1x512;1x2048;lengths;trainer;trainer, no NaN filter",
-    variants: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(VARIANTS),
+    ] = "1x512;1x2048;200xlengths;trainer;trainer-unfiltered",
+    variants: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(VARIANTS),
     steps: int = 25,
     folder: Annotated[Path | None, typer.Option(help="Keeps the model here, or finds it here.")] = None,
     output: Annotated[Path | None, typer.Option(help="Writes OUTPUT.md and OUTPUT.json.")] = None,
@@ -269,13 +289,14 @@ def main(
         path = str(folder or temporary)
         if not (Path(path) / "config.json").exists():
             in_own_process(save_model, shape, path)
-        for variant in variants.split(";"):
+        for together in _processes(variants.split(";")):
             try:
-                results += in_own_process(measure, path, variant, setting, rows.split(";"), steps)
+                results += in_own_process(measure, path, together, setting, rows.split(";"), steps)
             except Exception as error:  # a peer that is not installed, say; the table says so
                 failed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 results += [
-                    {"variant": variant, "setting": setting, "row": r, "error": failed} for r in rows.split(";")
+                    {"variant": variant, "setting": setting, "row": row, "error": failed}
+                    for variant, row in itertools.product(together, rows.split(";"))
                 ]
     text = f"{shape}, LoRA r16; {versions()}\n\n{table(results)}\n"
     show(output, "short_steps", "Short training steps", results, text)

@@ -21,6 +21,16 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": True,
     },
+    "qwen3-4b": {
+        "model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    },
+    "gemma2-2b": {
+        "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000,
+        "sliding_window": 4096, "query_pre_attn_scalar": 256, "max_position_embeddings": 8192,
+    },
     "tiny": {
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,

@@ -10,9 +10,9 @@ Every product and the sum is rounded to float32 by itself, and w_i to its dtype 
 ``bitsandbytes.functional.dequantize_4bit``. Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized
 LLMs", section 3.
 
-Memory traffic for n elements of e bytes: n (e + 1/2) bytes, and for the scales of blocks of 64 elements n / 64 bytes more
-(4 n / 64 once quantised). Three flops an element at most, so a launch is bound by memory. bitsandbytes unpacks the scales
-before, in two more launches.
+Memory traffic for n elements of e bytes: n (e + 1/2) bytes, and for the scales of blocks of 64 elements n / 64 bytes
+(4 n / 64 once quantised). Three flops an element at most, so a launch is bound by memory. bitsandbytes unpacks the
+scales before, in two more launches.
 """
 
 from __future__ import annotations

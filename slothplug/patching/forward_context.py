@@ -22,6 +22,7 @@ from slothplug.patching.eligibility import Binding, Guard
 from slothplug.patching.model_context import ModelContext
 from slothplug.patching.private_class import private
 from slothplug.patching.served import STATE, Served
+from slothplug.patching.walk import Walk, trains_plainly
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -89,10 +90,19 @@ def facts_of(served: Served[Any, Any]) -> Any:
 class Outermost:
     """State of a model, or of a wrapper around it, whose calls open a ``ForwardContext``."""
 
-    __slots__ = ("context", "guard")
+    __slots__ = ("_walk", "context", "guard")
 
     def __init__(self, context: ModelContext) -> None:
         self.context, self.guard = context, Guard()
+        self._walk: Walk | None = None
+
+    def walk(self, model: nn.Module) -> tuple[Walk, list[nn.Module]] | None:
+        """The modules of ``model``, whose state this is; None where a class has a ``named_modules`` of its own."""
+        if self._walk is not None and (modules := self._walk.modules(model)) is not None:
+            return self._walk, modules
+        walk = self._walk = Walk(model)
+        modules = walk.modules(model)
+        return None if modules is None else (walk, modules)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outermost:
         return Outermost(copy.deepcopy(self.context, memo))
@@ -100,7 +110,10 @@ class Outermost:
 
 @functools.cache
 def with_call(base: type[nn.Module]) -> type[nn.Module]:
-    """The private subclass of ``base`` whose ``__call__`` opens a ``ForwardContext`` where its model has none open."""
+    """The private subclass of ``base`` whose ``__call__`` opens a ``ForwardContext`` where its model has none open.
+
+    Walks over all of the model's modules take the list of the walk before, while it holds.
+    """
     labels_at = _position_of_labels(base)
 
     def plain_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +143,25 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
             actions, forward.at_end = forward.at_end, []
             _run(actions, forward.failed)
 
-    return private(base, {"__call__": __call__})
+    def named_modules(
+        self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        state: Outermost | None = self.__dict__.get(STATE)
+        if state is not None and memo is None and not prefix and remove_duplicate and (found := state.walk(self)):
+            walk, modules = found
+            return walk.named(modules)
+        return base.named_modules(self, memo, prefix, remove_duplicate)
+
+    def train(self: Any, mode: bool = True) -> Any:
+        state: Outermost | None = self.__dict__.get(STATE)
+        if state is not None and type(mode) is bool and (found := state.walk(self)):
+            walk, modules = found
+            if walk.is_in_mode(modules, mode):
+                return self
+        return base.train(self, mode)
+
+    members = {"__call__": __call__, "named_modules": named_modules}
+    return private(base, members | ({"train": train} if trains_plainly(base) else {}))
 
 
 def _run(actions: list[Callable[[], None]], failed: bool) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor, uint8
 from slothplug.kernels.four_bit import QuantState
 from slothplug.kernels.triton.launch import Plan, cached_plan, launch
 
-_BYTES = 1024
+_BYTES = 4096
 """That a program reads: whole blocks, at least one."""
 
-# A thread that reads 4 bytes writes 8 elements, 16 bytes of half precision at a time, without an exchange between
-# threads; with 8 bytes the compiler moves them through shared memory.
-_WARP_BYTES = 32 * 4
+# A thread reads pieces of 4 bytes and writes each as 8 elements, 16 bytes of half precision at a time; the compiler
+# moves longer pieces through shared memory. Several pieces a thread hide the latency of table and scales.
+_PIECE = tl.constexpr(4)
+_PIECES = 4
 
 
 @triton.jit
@@ -46,6 +47,7 @@ def dequantize_kernel(
         scale = scale * tl.load(absmax2 + block // NESTED_BLOCK, mask=exists, other=0.0) + tl.load(offset)
     scale = scale.to(tl.float32)[:, None]
     byte = block[:, None] * BLOCK_BYTES + tl.arange(0, BLOCK_BYTES)[None, :]
+    byte = tl.max_contiguous(tl.multiple_of(byte, (1, _PIECE)), (1, _PIECE))
     packed = tl.load(stored + byte, mask=byte < size, other=0).to(tl.int32)
     first = tl.load(code + (packed >> 4)) * scale
     second = tl.load(code + (packed & 15)) * scale
@@ -79,7 +81,7 @@ def _plan(elements: int, block: int, nested_block: int) -> Plan | None:
         dequantize_kernel,
         (triton.cdiv(blocks, of_program),),
         (elements, triton.cdiv(elements, 2), blocks),
-        of_program * block_bytes // _WARP_BYTES,
+        of_program * block_bytes // (32 * _PIECE.value * _PIECES),
         rounds_products=True,
         NESTED_BLOCK=nested_block,
         BLOCK_BYTES=block_bytes,
