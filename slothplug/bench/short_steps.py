@@ -11,6 +11,7 @@ nothing else. The data are random tokens, every label kept.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import statistics
 import tempfile
@@ -79,6 +80,7 @@ def measure(
         if report is not None:
             result["graphs"] = [line.strip() for line in str(report).splitlines() if "graphs:" in line]
             report.undo()
+        print(json.dumps(result), flush=True)
         results.append(result)
     return results
 
@@ -116,7 +118,7 @@ def _load_by_unsloth(folder: str, setting: str) -> Any:
     from unsloth import FastLanguageModel
 
     model, _ = FastLanguageModel.from_pretrained(
-        folder, max_seq_length=2048, dtype=torch.bfloat16, load_in_4bit=setting == "nf4"
+        folder, max_seq_length=32768, dtype=torch.bfloat16, load_in_4bit=setting == "nf4"
     )
     checkpointing = "unsloth" if setting == "checkpointing" else False
     return FastLanguageModel.get_peft_model(

@@ -71,7 +71,7 @@ def take_call(module: nn.Module, served: GraphServed, args: tuple[Any, ...], kwa
     autocast_to = _autocast_dtype(served.device_type)
     structure = served.name, signature.structure, torch.is_grad_enabled(), autocast_to
     call = Call(module, served, args, kwargs, structure, signature.layouts, signature.tensors, autocast_to)
-    served.shared.lengths.observe(structure, signature.layouts)
+    served.shared.lengths.observe(structure, signature.layouts, signature.tensors)
     return call
 
 

@@ -2,18 +2,21 @@
 
 Which dimension of each tensor is the sequence is learnt from two calls that differ in it alone. The positions after the
 end hold zeros, and get zeros as gradients. That is the unit's own answer exactly where no position reads a later one;
-whether a recording does is tried before it is first used so (``Captured.ignores_what_follows``).
+whether a recording does is tried before it is first used so (``Captured.fits``). A boolean mask of attention has two
+such dimensions: no position before the end sees one after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import torch
+
 from slothplug.graphs.call import Call
 from slothplug.graphs.signature import Layout, dense
 
-Dimensions = tuple[int | None, ...]
-"""Of each tensor the dimension that is the sequence; None where none is."""
+Dimensions = tuple[tuple[int, ...], ...]
+"""Of each tensor the dimensions that are the sequence: none, one, or of a mask the last two."""
 
 
 def bucket(length: int) -> int:
@@ -35,14 +38,14 @@ class Lengths:
         self._dimensions: dict[Hashable, Dimensions] = {}
         self._fixed: set[Hashable] = set()
 
-    def observe(self, structure: Hashable, layouts: tuple[Layout, ...]) -> None:
+    def observe(self, structure: Hashable, layouts: tuple[Layout, ...], tensors: Sequence[torch.Tensor]) -> None:
         """Compares a call with an earlier one of the same structure."""
         if structure in self._dimensions or structure in self._fixed:
             return
         earlier = self._seen.setdefault(structure, layouts)
         if earlier == layouts:
             return
-        dimensions = _dimensions(earlier, layouts)
+        dimensions = _dimensions(earlier, layouts, [tensor.dtype is torch.bool for tensor in tensors])
         if dimensions is None:
             self._seen[structure] = layouts
         else:
@@ -59,27 +62,29 @@ class Lengths:
         if dimensions is None or not all(stride == dense(shape) for shape, stride in call.layouts):
             return None
         shape, _ = call.layouts[0]
-        return None if dimensions[0] is None else shape[dimensions[0]]
+        return shape[dimensions[0][0]]
 
     def layouts(self, call: Call, length: int | None) -> tuple[Layout, ...]:
         """The layouts of the same call with a sequence of ``length``; its own where that cannot be."""
         if length is None or self.length(call) is None:
             return call.layouts
         shapes = [
-            shape if at is None else (*shape[:at], length, *shape[at + 1 :])
-            for (shape, _), at in zip(call.layouts, self._dimensions[call.structure], strict=True)
+            tuple(length if at in sequence else size for at, size in enumerate(shape))
+            for (shape, _), sequence in zip(call.layouts, self._dimensions[call.structure], strict=True)
         ]
         return tuple((shape, dense(shape)) for shape in shapes)
 
 
-def _dimensions(one: Sequence[Layout], other: Sequence[Layout]) -> Dimensions | None:
-    """Where the tensors of two calls differ, if that is one dimension of each, and in all of them the same lengths."""
-    dimensions: list[int | None] = []
+def _dimensions(one: Sequence[Layout], other: Sequence[Layout], boolean: Sequence[bool]) -> Dimensions | None:
+    """Where the tensors of two calls differ, if that is one dimension of each, or of a boolean one the last two, and in
+    all of them the same lengths."""
+    dimensions: list[tuple[int, ...]] = []
     lengths: set[tuple[int, int]] = set()
-    for (shape, _), (other_shape, _) in zip(one, other, strict=True):
-        differ = [at for at, sizes in enumerate(zip(shape, other_shape, strict=True)) if sizes[0] != sizes[1]]
-        if len(differ) > 1:
+    for (shape, _), (other_shape, _), is_boolean in zip(one, other, boolean, strict=True):
+        sizes = enumerate(zip(shape, other_shape, strict=True))
+        differ = tuple(at for at, (size, other_size) in sizes if size != other_size)
+        if len(differ) > 1 and not (is_boolean and differ == (len(shape) - 2, len(shape) - 1)):
             return None
-        dimensions.append(differ[0] if differ else None)
+        dimensions.append(differ)
         lengths.update((shape[at], other_shape[at]) for at in differ)
-    return tuple(dimensions) if len(lengths) == 1 and dimensions[0] is not None else None
+    return tuple(dimensions) if len(lengths) == 1 and len(dimensions[0]) == 1 else None

@@ -49,10 +49,22 @@ class Mailbox:
                 continue
             part = shortened(box, tensor.shape)
             if part is not box:
-                box.fill_(rest)
+                _fill(box, tensor.shape, rest)
             stored(part).copy_(stored(tensor.detach()))
             self._loaded[id(box)] = weakref.ref(tensor), tensor._version
 
     def forget(self) -> None:
         """Every tensor is to be copied again: a version does not tell of writes through ``.data`` between two calls."""
         self._loaded.clear()
+
+
+def _fill(box: torch.Tensor, shape: torch.Size, rest: float) -> None:
+    """Fills what follows the end of a sequence of this shape.
+
+    Of a mask: positions before the end do not see those after it, which see all, since a row that sees nothing is NaN.
+    """
+    if sum(size != whole for size, whole in zip(shape, box.shape, strict=True)) < 2:
+        box.fill_(rest)
+        return
+    box.fill_(True)
+    box[..., : shape[-2], shape[-1] :] = False

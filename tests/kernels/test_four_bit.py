@@ -37,7 +37,8 @@ def reference(stored: torch.Tensor, state: Any) -> torch.Tensor:
     """bitsandbytes' bits; its CPU kernels multiply by other float32 values from some block sizes on, so on a CPU the
     formula in PyTorch, one operation for each rounding."""
     if stored.device.type == "cuda":
-        return functional.dequantize_4bit(stored, state)
+        # It transposes what is stored in one row, of whatever shape the weight is.
+        return functional.dequantize_4bit(stored, state).reshape(state.shape)
     absmax = state.absmax
     if state.nested:
         outer = torch.arange(absmax.numel()) // state.state2.blocksize

@@ -17,9 +17,10 @@ _BYTES = 4096
 """That a program reads: whole blocks, at least one."""
 
 # A thread reads pieces of 4 bytes and writes each as 8 elements, 16 bytes of half precision at a time; the compiler
-# moves longer pieces through shared memory. Several pieces a thread hide the latency of table and scales.
+# moves longer pieces through shared memory. Several pieces a thread hide the latency of table and scales: on an H200,
+# 14336 x 4096 elements in bfloat16 take 52 us with 1, 42 with 4, 40 with 8; a copy of as many bytes takes 35.
 _PIECE = tl.constexpr(4)
-_PIECES = 4
+_PIECES = 8
 
 
 @triton.jit
