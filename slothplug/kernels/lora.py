@@ -39,6 +39,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from slothplug.kernels.early_saving import save, saved
 from slothplug.kernels.matmul import dense_rows, matmul
 from slothplug.kernels.once_differentiable import once_differentiable
 
@@ -232,16 +233,11 @@ class _LoraLinear(torch.autograd.Function):
 
         ranks = [first.shape[0] for first in a]
         s = project_down(adapter_rows, stacked_a)
-        outputs = []
-        for i, s_i in enumerate(_columns(s, ranks)):
-            y = _project(rows, s_i, prepared[i], bases[i], biases[i], cast_b[i], b_biases[i], scalings[i], dtypes)
-            # As torch.matmul does: autograd forbids in-place operations on a view that a Function returns.
-            outputs.append(y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])))
-
         needs_x, _, _, *needs = ctx.needs_input_grad
         needs_a = any(needs[2::5])
         reads_x = any(needs[0::5]) or (needs_a and adapter_input is None)
-        ctx.save_for_backward(
+        save(
+            ctx,
             (rows if same else flat) if reads_x else None,
             adapter_rows if needs_a and adapter_input is not None else None,
             s if any(needs[3::5]) else None,
@@ -249,6 +245,12 @@ class _LoraLinear(torch.autograd.Function):
             *cast_b,
             *(prepared if needs_x else ()),
         )
+        outputs = []
+        for i, s_i in enumerate(_columns(s, ranks)):
+            y = _project(rows, s_i, prepared[i], bases[i], biases[i], cast_b[i], b_biases[i], scalings[i], dtypes)
+            # As torch.matmul does: autograd forbids in-place operations on a view that a Function returns.
+            outputs.append(y if x.ndim == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1])))
+
         ctx.call, ctx.shape, ctx.ranks = call._replace(factors=None), x.shape, ranks
         ctx.input_dtypes = [None if tensor is None else tensor.dtype for tensor in (x, adapter_input, *tensors)]
         ctx.set_materialize_grads(False)
@@ -262,7 +264,7 @@ class _LoraLinear(torch.autograd.Function):
         grads: list[torch.Tensor | None] = [None] * len(needs)
         if all(grad is None for grad in grad_outputs):
             return (None, None, None, *grads)
-        rows, adapter_rows, s, stacked_a, *rest = ctx.saved_tensors
+        rows, adapter_rows, s, stacked_a, *rest = saved(ctx)
         cast_b, prepared = rest[:n], rest[n:]
         x_dtype, adapter_input_dtype, *tensor_dtypes = ctx.input_dtypes
         # Several products read a gradient, and each would copy an expanded one for itself.
