@@ -187,7 +187,8 @@ def plugin_manager() -> PluginManager:
     for name in importlib.import_module("slothplug.ops").BUILT_IN:
         manager.register_built_in(importlib.import_module(f"slothplug.ops.{name}"), f"slothplug.{name}")
     manager.register_built_in(importlib.import_module("slothplug.patching.conflicts"), "slothplug.conflicts")
-    manager.register_built_in(importlib.import_module("slothplug.graphs"), "slothplug.graphs")
+    for room in ("checkpointing", "graphs"):
+        manager.register_built_in(importlib.import_module(f"slothplug.{room}"), f"slothplug.{room}")
     manager.check_pending()
     manager.load_installed()
     return manager

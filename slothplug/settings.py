@@ -55,6 +55,11 @@ class Settings(BaseModel):
         default=512, ge=1, description="Budget in MiB for the logits of one chunk in the fused head."
     )
 
+    checkpointing: Literal["auto", "off"] = Field(
+        default="auto",
+        description="'auto' runs torch's reentrant gradient checkpointing as its other kind, whose recompute in the "
+        "backward ends where nothing more is read; 'off' leaves it.",
+    )
     graphs: Literal["auto", "off"] = Field(
         default="auto",
         description="'auto' records the repeated layers as CUDA graphs where their shapes recur, and replays them: "

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "core": {"core", "patching"},
     "patching": {"patching", "core", "kernels"},
+    "checkpointing": {"checkpointing", "patching", "core", "kernels"},
     "graphs": {"graphs", "patching", "core", "kernels"},
     "ops": {"ops", "patching", "core", "kernels"},
     "integrations": {"integrations", "ops", "patching", "core", "kernels"},

@@ -79,7 +79,9 @@ def replace_attribute(module: nn.Module, name: str, value: Any) -> None:
     if BASE not in type(module).__dict__:
         module.__class__ = _without_members(type(module))  # type: ignore[arg-type]
     ledger: dict[str, _Replaced] = module.__dict__.setdefault(LEDGER, {})
-    before = ledger[name].before if name in ledger else module.__dict__.get(name, _ABSENT)
+    before = module.__dict__.get(name, _ABSENT)
+    if name in ledger and before is ledger[name].ours:
+        before = ledger[name].before
     ledger[name] = _Replaced(before, value)
     module.__dict__[name] = value
 

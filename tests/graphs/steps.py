@@ -23,10 +23,11 @@ Outcome = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]
 OTHER = IDS[:, :7].contiguous()
 
 
-ON = {"graphs": "auto", "graph_padding": False}
+# The checkpointing function as it is given: what is taken over is the business of tests/checkpointing.
+ON = {"graphs": "auto", "graph_padding": False, "checkpointing": "off"}
 
 
-OFF = {"graphs": "off"}
+OFF = {"graphs": "off", "checkpointing": "off"}
 
 
 def twins(**config: Any) -> tuple[PeftModel, PeftModel, Report]:
@@ -86,7 +87,7 @@ def q(one: nn.Module) -> Any:
     return layer(one, "layers.1.self_attn.q_proj")
 
 
-PADDED = {"graphs": "auto"}
+PADDED = {"graphs": "auto", "checkpointing": "off"}
 
 
 def gradients(one: nn.Module) -> dict[str, torch.Tensor]:

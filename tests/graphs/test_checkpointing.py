@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from peft import PeftModel
 from torch.utils.checkpoint import checkpoint
 
+import slothplug
+from slothplug.graphs.captured import Purpose
 from slothplug.patching.report import Report
 from tests.graphs.steps import OTHER, assert_same, generator, replays, state_of, step, train, twins
-from tests.patching.lora_models import IDS, LAYERS, layer
+from tests.patching.device import DEVICE
+from tests.patching.lora_models import IDS, LAYERS, layer, model
 
 
 def checkpointed(reentrant: bool, **config: Any) -> tuple[PeftModel, PeftModel, Report]:
@@ -35,6 +39,19 @@ def test_checkpointed_steps_are_equal_to_the_bit(reentrant: bool, dropout: float
     calls = {site.calls.served for site in report.fused if site.op == "lora"}
     assert calls == ({5 * 2} if reentrant else {5 * 2, 5 * 2 - 2})
     assert f"graphs: {LAYERS} layers recorded for 1 shape," in str(report)
+
+
+def test_a_reentrant_checkpoint_that_is_taken_over_is_recorded_as_the_other_kind() -> None:
+    eager = model(lora_dropout=0.2).to(DEVICE)
+    eager.enable_input_require_grads()
+    eager.gradient_checkpointing_enable({"use_reentrant": True})
+    graphed = copy.deepcopy(eager)
+    slothplug.patch(eager, {"graphs": "off"})
+    slothplug.patch(graphed, {"graphs": "auto", "graph_padding": False})
+    train(graphed, eager, 5)
+    assert replays(graphed) == 3 * 2 * LAYERS
+    (session,) = state_of(graphed).sessions.values()
+    assert {purpose for _, _, purpose in session.captured} == {Purpose.FIRST_PASS, Purpose.RECOMPUTE}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
