@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from slothplug.errors import SettingsError
 
@@ -14,6 +14,10 @@ FLAG = "use_fast_kernels"
 
 flags_read = 0
 """How many flags that are not ``False`` were read in this process; ``integrations/bootstrap`` warns where none was."""
+
+
+# YAML 1.1, which frameworks read, takes a bare ``off`` for false.
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
 
 
 class Settings(BaseModel):
@@ -55,12 +59,12 @@ class Settings(BaseModel):
         default=512, ge=1, description="Budget in MiB for the logits of one chunk in the fused head."
     )
 
-    checkpointing: Literal["auto", "off"] = Field(
+    checkpointing: AutoOrOff = Field(
         default="auto",
         description="'auto' runs torch's reentrant gradient checkpointing as its other kind, whose recompute in the "
         "backward ends where nothing more is read; 'off' leaves it.",
     )
-    graphs: Literal["auto", "off"] = Field(
+    graphs: AutoOrOff = Field(
         default="auto",
         description="'auto' records the repeated layers as CUDA graphs where their shapes recur, and replays them: "
         "short steps become several times faster.",

@@ -21,7 +21,7 @@ from tests.llamafactory.runs import LORA, STAGES, assert_equal, configuration, t
 EVERY_SETTING = {
     "ops": ["lora", "head", "glu"], "skip_ops": ["glu"], "backend": "torch", "strict": True, "verify": True,
     "lora_precision": "compute", "keep_logits": True, "loss_chunk_mib": 64,
-    "graphs": "off", "graph_shapes": 4, "graph_after": 3, "graph_padding": False,
+    "checkpointing": "off", "graphs": "off", "graph_shapes": 4, "graph_after": 3, "graph_padding": False,
 }  # fmt: skip
 UNSLOTH = "use_unsloth"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 import slothplug
 from slothplug import Settings, SettingsError
@@ -13,6 +14,15 @@ def test_true_false_mapping_and_settings_are_accepted() -> None:
     assert Settings.from_flag(False) is None
     assert Settings.from_flag({"strict": True}) == Settings(strict=True)
     assert Settings.from_flag(Settings(strict=True)).strict
+
+
+@pytest.mark.parametrize("name", ["graphs", "checkpointing"])
+def test_off_as_yaml_reads_it(name: str) -> None:
+    flag = yaml.safe_load(f"{name}: off")
+    assert flag == {name: False}
+    assert getattr(Settings.from_flag(flag), name) == "off"
+    with pytest.raises(SettingsError, match="input should be 'auto' or 'off'"):
+        Settings.from_flag({name: True})
 
 
 @pytest.mark.parametrize(
