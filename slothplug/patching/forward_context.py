@@ -146,15 +146,15 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
     def named_modules(
         self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        state: Outermost | None = self.__dict__.get(STATE)
-        if state is not None and memo is None and not prefix and remove_duplicate and (found := state.walk(self)):
-            walk, modules = found
-            return walk.named(modules)
-        return base.named_modules(self, memo, prefix, remove_duplicate)
+        found = None if memo is not None or prefix or not remove_duplicate else _walk_of(self)
+        if found is None:
+            return base.named_modules(self, memo, prefix, remove_duplicate)
+        walk, modules = found
+        return walk.named(modules)
 
     def train(self: Any, mode: bool = True) -> Any:
-        state: Outermost | None = self.__dict__.get(STATE)
-        if state is not None and type(mode) is bool and (found := state.walk(self)):
+        found = _walk_of(self) if type(mode) is bool else None
+        if found is not None:
             walk, modules = found
             if walk.is_in_mode(modules, mode):
                 return self
@@ -162,6 +162,12 @@ def with_call(base: type[nn.Module]) -> type[nn.Module]:
 
     members = {"__call__": __call__, "named_modules": named_modules}
     return private(base, members | ({"train": train} if trains_plainly(base) else {}))
+
+
+def _walk_of(model: nn.Module) -> tuple[Walk, list[nn.Module]] | None:
+    """The walk of a model that is patched, outside of what a compiler traces."""
+    state: Outermost | None = model.__dict__.get(STATE)
+    return None if state is None or torch.compiler.is_compiling() else state.walk(model)
 
 
 def _run(actions: list[Callable[[], None]], failed: bool) -> None:

@@ -191,3 +191,16 @@ def test_a_module_that_was_replaced_is_not_kept_alive() -> None:
     layers(model)[0].mlp.act_fn = nn.SiLU()
     gc.collect()
     assert gone() is None
+
+
+def test_a_walk_inside_of_what_is_compiled() -> None:
+    """transformers' ``dtype`` and ``device`` walk over the parameters."""
+    model = lora_model()
+    slothplug.patch(model)
+    list(model.modules())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def count(x: torch.Tensor) -> torch.Tensor:
+        return x * len([name for name, _ in model.named_parameters()])
+
+    assert count(torch.ones(1)).item() == len(list(model.named_parameters()))
